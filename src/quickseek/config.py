@@ -1,0 +1,409 @@
+"""Configurations: what the model is (``ModelConfig``), how it is run (``EngineConfig``), how decode is specialized.
+
+``ModelConfig`` reads both dialects of config.json (spec/model.md 2): the nested Hugging Face form and the flat
+form of the reference program. Every value is checked on construction and a wrong one raises ``ConfigError``
+with its key, its value and what was expected.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quickseek.config_checks import check_model_config
+from quickseek.engram_layout import EngramLayout
+from quickseek.errors import ConfigError
+
+MODEL_TYPE = "deepseek_v41"
+TEXT_MODEL_TYPE = "deepseek_v41_text"
+ARCHITECTURE = "DeepseekV41ForCausalLM"
+
+# Flat key of the reference dialect -> our (Hugging Face) name; keys that are not listed keep their name.
+FLAT_NAMES = {
+    "dim": "hidden_size",
+    "moe_inter_dim": "moe_intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_activated_experts": "num_experts_per_tok",
+    "score_func": "scoring_func",
+    "route_scale": "routed_scaling_factor",
+    "rope_head_dim": "qk_rope_head_dim",
+    "norm_eps": "rms_norm_eps",
+    "window_size": "sliding_window",
+    "kv_source_layers": "kv_source_layer_ids",
+    "index_source_layers": "index_source_layer_ids",
+    "candidate_source_layer": "candidate_source_layer_id",
+    "engram_layers": "engram_layer_ids",
+    "engram_pad_id": "engram_pad_token_id",
+    "n_mtp_layers": "num_nextn_predict_layers",
+    "dspark_n_activated_experts": "dspark_num_experts_per_tok",
+    "rope_factor": "rope_factor",
+    "original_seq_len": "original_max_position_embeddings",
+    "max_seq_len": "max_position_embeddings",
+}
+
+# Keys of earlier models of the family: their presence means that the layers are built another way.
+FOREIGN_KEYS = ("num_hash_layers", "n_group", "topk_group", "hc_head", "kv_lora_rank", "first_k_dense_replace")
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of the vision tower (spec 2.4); read for the tensor inventory only, the tower is not built."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    patch_size: int
+    downsample_ratio: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything that fixes what the model computes (spec 2.2); names are the Hugging Face keys."""
+
+    vocab_size: int
+    hidden_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    swiglu_limit: float
+    rms_norm_eps: float
+    max_position_embeddings: int = 1048576
+    rope_theta: float
+    compress_rope_theta: float
+    rope_factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    n_routed_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    candidate_source_layer_id: int
+    candidate_topk_blocks: int
+    candidate_block_size: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    engram_layer_ids: tuple[int, ...]
+    engram_num_embeddings: tuple[int, ...]
+    engram_max_ngram_size: int
+    engram_vocab_size: int
+    engram_n_heads: int
+    engram_head_dim: int
+    engram_pad_token_id: int
+    engram_compressed_vocab_size: int
+    num_nextn_predict_layers: int
+    dspark_block_size: int
+    dspark_noise_token_id: int
+    dspark_target_layer_ids: tuple[int, ...]
+    dspark_markov_rank: int
+    dspark_n_routed_experts: int
+    dspark_num_experts_per_tok: int
+    n_shared_experts: int = 1
+    num_key_value_heads: int = 1
+    scoring_func: str = "sqrtsoftplus"
+    hidden_act: str = "silu"
+    topk_method: str = "noaux_tc"
+    norm_topk_prob: bool = True
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    gate_temp: float = 1.0
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    pad_token_id: int = 2
+    image_token_id: int | None = None
+    vision: VisionConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_model_config(self)
+
+    # ------------------------------------------------------------------------------------------ derived
+
+    @property
+    def rope_offset(self) -> int:
+        """First rotated channel of an attention head; the rotation covers the tail."""
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def decoder_start(self) -> int:
+        """First decoder layer: the last KV source (spec 9, "cut")."""
+        return self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else self.num_hidden_layers
+
+    @property
+    def mix_width(self) -> int:
+        """Coefficients of one sublayer: pre, post and comb of hc_mult streams."""
+        return self.hc_mult * (self.hc_mult + 2)
+
+    @property
+    def qkv_latent_width(self) -> int:
+        """Rows of the stacked projection of the query latent and the window KV."""
+        return self.q_lora_rank + self.head_dim
+
+    def ratio(self, layer: int) -> int:
+        """Compression ratio of the global KV that ``layer`` reads; 0: window only. DSpark stages follow the layers."""
+        return self.compress_ratios[layer]
+
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose global KV ``layer`` reads, or None for a window-only layer (spec 1)."""
+        return self._source(layer, self.kv_source_layer_ids)
+
+    def index_source(self, layer: int) -> int | None:
+        """The layer whose top-k lists ``layer`` reads, or None for a window-only layer (spec 1)."""
+        return self._source(layer, self.index_source_layer_ids)
+
+    def _source(self, layer: int, sources: tuple[int, ...]) -> int | None:
+        if layer >= self.num_hidden_layers or self.ratio(layer) == 0:
+            return None
+        return max(source for source in sources if source <= layer)
+
+    def reads_candidates(self, layer: int) -> bool:
+        """Whether the top-k of ``layer`` is restricted to the published candidate blocks (spec 6.5)."""
+        return self.candidate_source_layer_id >= 0 and layer > self.candidate_source_layer_id
+
+    @cached_property
+    def engram_layout(self) -> EngramLayout:
+        """Primes, offsets and multipliers of the n-gram memory."""
+        return EngramLayout.from_config(self)
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ModelConfig":
+        """Read config.json, or the one inside a directory; errors name the file."""
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError("config.json", str(path), "a file that exists") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError("config.json", str(path), f"a readable JSON file ({error})") from None
+        return cls.from_dict(data, source=str(path))
+
+    @classmethod
+    def from_dict(cls, data: Any, *, source: str = "") -> "ModelConfig":
+        """Read either dialect; ``source`` names the file in errors."""
+        if not isinstance(data, Mapping):
+            raise ConfigError("config", type(data).__name__, "a JSON object", source=source)
+        try:
+            return cls(**_read_nested(data) if _is_nested(data) else _read_flat(data))
+        except ConfigError as error:
+            if source and not str(error).startswith(source):
+                raise ConfigError(error.key, error.value, error.expected, source=source) from None
+            raise
+
+    def to_dict(self) -> dict[str, Any]:
+        """The nested Hugging Face form; ``from_dict`` of it gives an equal configuration."""
+        text: dict[str, Any] = {"model_type": TEXT_MODEL_TYPE}
+        outer = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "vision")
+        scaling = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in outer or field.name in scaling or (field.name == "gate_temp" and value == 1.0):
+                continue
+            text[field.name] = list(value) if isinstance(value, tuple) else value
+        text["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": self.rope_factor,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "original_max_position_embeddings": self.original_max_position_embeddings,
+        }
+        nested: dict[str, Any] = {
+            "architectures": [ARCHITECTURE],
+            "model_type": MODEL_TYPE,
+            "dtype": "bfloat16",
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "quantization_config": QUANTIZATION_CONFIG,
+            "text_config": text,
+        }
+        if self.image_token_id is not None:
+            nested["image_token_id"] = self.image_token_id
+        if self.vision is not None:
+            nested["vision_config"] = {f.name: getattr(self.vision, f.name) for f in fields(self.vision)}
+        return nested
+
+
+QUANTIZATION_CONFIG = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+"""The only storage that the loader reads (spec 2.3)."""
+
+
+def _is_nested(data: Mapping[str, Any]) -> bool:
+    return "text_config" in data or "model_type" in data or "architectures" in data
+
+
+def _read_nested(data: Mapping[str, Any]) -> dict[str, Any]:
+    model_type = data.get("model_type")
+    if model_type not in (MODEL_TYPE, TEXT_MODEL_TYPE):
+        raise ConfigError("model_type", model_type, f"'{MODEL_TYPE}'")
+    text = data.get("text_config", data if model_type == TEXT_MODEL_TYPE else None)
+    if not isinstance(text, Mapping):
+        raise ConfigError("text_config", text, "an object")
+    if text.get("model_type", TEXT_MODEL_TYPE) != TEXT_MODEL_TYPE:
+        raise ConfigError("text_config.model_type", text["model_type"], f"'{TEXT_MODEL_TYPE}'")
+    quantization = data.get("quantization_config")
+    if quantization is not None:
+        if not isinstance(quantization, Mapping):
+            raise ConfigError("quantization_config", quantization, "an object")
+        for key, expected in QUANTIZATION_CONFIG.items():
+            if quantization.get(key, expected) != expected:
+                raise ConfigError(f"quantization_config.{key}", quantization[key], repr(expected))
+    scaling = text.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        raise ConfigError("text_config.rope_scaling", scaling, "an object with rope_type 'yarn'")
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        raise ConfigError("text_config.rope_scaling.rope_type", scaling.get("rope_type"), "'yarn'")
+    values = {key: text[key] for key in text if key not in ("rope_scaling", "model_type")}
+    for key, name in (("factor", "rope_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow")):
+        if key not in scaling:
+            raise ConfigError(f"text_config.rope_scaling.{key}", None, "a number")
+        values[name] = scaling[key]
+    key = "original_max_position_embeddings"
+    if key not in scaling:
+        raise ConfigError(f"text_config.rope_scaling.{key}", None, "a positive integer")
+    values[key] = scaling[key]
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
+        if key in data:
+            values[key] = data[key]
+    vision = data.get("vision_config")
+    if vision is not None:
+        values["vision"] = _read_vision(vision)
+    return _typed(values, prefix="text_config.")
+
+
+def _read_flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    if "dim" not in data:
+        raise ConfigError(
+            "config", f"keys {sorted(data)[:8]}", f"model_type '{MODEL_TYPE}' with text_config, or the flat dialect"
+        )
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        values[FLAT_NAMES.get(key, key)] = value
+    values["vision"] = None
+    return _typed(values, prefix="")
+
+
+def _read_vision(data: Any) -> VisionConfig:
+    if not isinstance(data, Mapping):
+        raise ConfigError("vision_config", data, "an object")
+    values = {}
+    for field in fields(VisionConfig):
+        if field.name not in data:
+            raise ConfigError(f"vision_config.{field.name}", None, "a positive integer")
+        value = data[field.name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"vision_config.{field.name}", value, "a positive integer")
+        values[field.name] = value
+    return VisionConfig(**values)
+
+
+def _typed(values: Mapping[str, Any], *, prefix: str) -> dict[str, Any]:
+    """Keep the known keys with their types checked; refuse keys of other models and name missing ones."""
+    for key in FOREIGN_KEYS:
+        if values.get(key):
+            raise ConfigError(f"{prefix}{key}", values[key], "absent: this is a configuration of another model")
+    typed: dict[str, Any] = {}
+    for field in fields(ModelConfig):
+        if field.name not in values:
+            if field.default is field.default_factory:  # both MISSING: the key has no default
+                raise ConfigError(f"{prefix}{field.name}", None, f"a value ({_kind(field.type)}); the key is missing")
+            continue
+        value = values[field.name]
+        if not _fits(value, field.type):
+            raise ConfigError(f"{prefix}{field.name}", value, _kind(field.type))
+        if field.type is float:
+            value = float(value)
+        typed[field.name] = tuple(value) if isinstance(value, list) else value
+    return typed
+
+
+def _kind(annotation: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    return names.get(annotation, "a list of integers" if "tuple" in str(annotation) else "an integer or null")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    if annotation is bool:
+        return isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    if annotation is int:
+        return isinstance(value, int)
+    if annotation is float:
+        return isinstance(value, int | float)
+    if annotation is str:
+        return isinstance(value, str)
+    if "tuple" in str(annotation):
+        return isinstance(value, list | tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    return value is None or isinstance(value, int | VisionConfig)
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+DECODE_BACKENDS = ("auto", "stock", "latency_specialized")
+MODES = ("exact", "trained")
+DTYPES = ("float32", "float64", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """Settings of the specialized decode (spec/api.md): tune kernels at start, and compile them before serving."""
+
+    autotune: bool = True
+    jit_warmup: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How a model is run. Options follow vLLM's spelling; ``max_model_len`` None means what the model allows.
+
+    ``mode``: "exact" (no fake quantisation, one dtype; CPU) or "trained" (BF16 with the trained fake
+    quantisation). ``dtype`` None: float32 in exact mode, bfloat16 in trained mode.
+    """
+
+    device: str = "cpu"
+    mode: str = "exact"
+    dtype: str | None = None
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    num_speculative_tokens: int = 0
+    gpu_memory_utilization: float = 0.9
+    decode_backend: str = "auto"
+    decoder_replay: bool = False
+
+    def __post_init__(self) -> None:
+        def check(key: str, valid: bool, expected: str) -> None:
+            if not valid:
+                raise ConfigError(key, getattr(self, key), expected)
+
+        check("mode", self.mode in MODES, f"one of {', '.join(MODES)}")
+        dtypes = ("bfloat16",) if self.mode == "trained" else ("float32", "float64")
+        check("dtype", self.dtype is None or self.dtype in dtypes, f"{' or '.join(dtypes)} in {self.mode} mode")
+        check("tensor_parallel_size", self.tensor_parallel_size in (1, 2, 4, 8), "1, 2, 4 or 8")
+        check("max_model_len", self.max_model_len is None or self.max_model_len > 0, "a positive number of tokens")
+        check("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
+        check("gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "a fraction in (0, 1]")
+        check("decode_backend", self.decode_backend in DECODE_BACKENDS, f"one of {', '.join(DECODE_BACKENDS)}")
