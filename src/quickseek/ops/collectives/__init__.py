@@ -1,0 +1,206 @@
+"""Collectives of a decode step, fused with what follows them (spec/api.md "Fused collectives", spec/decode.md B, C).
+
+On CUDA the kernels of this folder run over a ``Fabric``; on a CPU ``reference.py`` computes the same over a ``World``.
+``reference.py`` provides ``ReferenceAllReduceMHC(shape, world, fabric)``, an ``Implementation`` of ``spec.py``, and
+``gather_words(x, world)``.
+"""
+
+import torch
+from torch import Tensor
+
+from quickseek.ops.collectives.spec import (
+    AllReduceShape,
+    Boundary,
+    Implementation,
+    Result,
+    Routed,
+    check_boundary,
+    check_partial,
+    check_routed,
+    check_shape,
+    require,
+)
+from quickseek.parallel.fabric import Fabric
+from quickseek.parallel.world import World, default_world
+
+__all__ = ["AllReduceMHC", "LamportAllGather"]
+
+DEFAULT_TIMEOUT_S = 30.0
+"""How long a collective waits for its peers; must exceed the worst skew between ranks (spec/decode.md L.6)."""
+
+
+class AllReduceMHC:
+    """All-reduce + mHC post + collapse + RMSNorm at a sublayer boundary (spec/decode.md 0.1 and B).
+
+    Construction and calls are collective: every rank of ``fabric`` (CUDA; None: symmetric memory over ``world``) or
+    ``world`` (CPU; None: the process default) makes them in the same order with equal shapes. All ranks get the same
+    bits. ``hc_mult`` 1 with mixes of 1 is residual add + RMSNorm.
+
+    Raises ValueError before any launch for arguments that do not fit, RuntimeError at construction when peers cannot
+    be mapped, ``CollectiveTimeout`` when a wait of an earlier call gave up after ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        hc_mult: int,
+        max_num_tokens: int,
+        top_k: int,
+        device: torch.device | str,
+        quantize_layer_input: bool = False,
+        residual_only: bool = False,
+        world: World | None = None,
+        fabric: Fabric | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        world = default_world() if world is None else world
+        self.shape = AllReduceShape(
+            hidden_size,
+            hc_mult,
+            max_num_tokens,
+            top_k,
+            torch.device(device),
+            quantize_layer_input,
+            residual_only,
+            timeout_s,
+        )
+        check_shape(self.shape, world, fabric)
+        self.hidden_size, self.hc_mult, self.top_k = hidden_size, hc_mult, top_k
+        self.capacity, self.quantize_layer_input, self.residual_only = (
+            max_num_tokens,
+            quantize_layer_input,
+            residual_only,
+        )
+        self.implementation = _implementation(self.shape, world, fabric)
+
+    @property
+    def bt_min_rows(self) -> int:
+        """Rows from which a plain call takes the two-shot protocol; capacity + 1 where it was not built."""
+        return self.implementation.bt_min_rows
+
+    @property
+    def bt_min_finalize_rows(self) -> int:
+        """Rows from which ``finalize`` takes the two-shot protocol; capacity + 1 where it was not built."""
+        return self.implementation.bt_min_finalize_rows
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        pre: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        mxfp8_out: tuple[Tensor, Tensor] | None = None,
+    ) -> Result:
+        """Reduce x [M, H] (TP-partial) and carry it over the boundary.
+
+        residual [M, hc, H]; post [M, hc(, 1)], comb [M, hc, hc] (source, target) and pre [M, hc] FP32; norm_weight [H].
+        Returns (post-mixed streams [M, hc, H], normalised layer input [M, H]); without pre and norm_weight the second
+        is None. ``mxfp8_out`` = (values [M, H] E4M3, ``mxfp8_scale_bytes(M, H)`` scale bytes) is filled by the A8 rule.
+        """
+        boundary = Boundary(residual, post, comb, pre, norm_weight, norm_eps, mxfp8_out)
+        check_boundary(self.shape, check_partial(self.shape, x), x.dtype, boundary)
+        return self.implementation.all_reduce(x, boundary)
+
+    def finalize(
+        self,
+        gemm2_permuted: Tensor,
+        expert_weights: Tensor,
+        expanded_idx_to_permuted_idx: Tensor,
+        shared_output: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        pre: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        mxfp8_out: tuple[Tensor, Tensor] | None = None,
+    ) -> Result:
+        """As ``__call__`` for x = sum_k weight_k * gemm2_permuted[idx_k] + shared_output, in FP32, rounded once.
+
+        gemm2_permuted [rows, H] unweighted; expert_weights [M, top_k] FP32; expanded_idx_to_permuted_idx [M, top_k]
+        int32, -1 for an expert of another rank; shared_output [M, H] TP-partial.
+        """
+        routed = Routed(gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output)
+        boundary = Boundary(residual, post, comb, pre, norm_weight, norm_eps, mxfp8_out)
+        check_boundary(self.shape, check_routed(self.shape, routed), shared_output.dtype, boundary)
+        return self.implementation.finalize(routed, boundary)
+
+    def reset(self) -> None:
+        """Empty the mailboxes after a ``CollectiveTimeout`` or an aborted eager step. Collective."""
+        self.implementation.reset()
+
+
+class LamportAllGather:
+    """Small all-gathers of a decode step in one kernel (spec/decode.md C). Construction and calls are collective.
+
+    ``rank_capacity_bytes``: the largest x of a rank, a positive multiple of 16. One instance serves one stream order.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank_capacity_bytes: int,
+        device: torch.device | str,
+        world: World | None = None,
+        fabric: Fabric | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        fits = rank_capacity_bytes > 0 and rank_capacity_bytes % 16 == 0
+        require(fits, f"rank_capacity_bytes {rank_capacity_bytes}: a positive multiple of 16")
+        require(timeout_s > 0, f"timeout_s {timeout_s}: a positive number of seconds")
+        self.world = default_world() if world is None else world
+        self.world_size = self.world.size if fabric is None else fabric.size
+        self.rank_capacity_bytes = rank_capacity_bytes
+        self.device = torch.device(device)
+        self._gather = None
+        if self.device.type == "cuda":
+            from quickseek.ops.collectives.gather import FusedAllGather
+
+            self._gather = FusedAllGather(rank_capacity_bytes, self.device, _fabric(self.world, fabric), timeout_s)
+
+    def accepts(self, x: Tensor) -> bool:
+        """Whether x has 1 to ``rank_capacity_bytes`` bytes, a multiple of 16: read from the size alone."""
+        size = x.numel() * x.element_size()
+        return 0 < size <= self.rank_capacity_bytes and size % 16 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Every rank's x (equal shapes) concatenated along dimension 0 in rank order.
+
+        32-bit words equal to 0x80000000 arrive as 0. Raises ValueError when x is not accepted or is elsewhere.
+        """
+        size = x.numel() * x.element_size()
+        require(self.accepts(x), f"x of {size} bytes: 16 to {self.rank_capacity_bytes}, a multiple of 16")
+        require(x.ndim > 0, "x has no dimension 0 to concatenate along")
+        require(x.device == self.device, f"x is on {x.device}: {self.device}")
+        if self._gather is not None:
+            return self._gather(x)
+        from quickseek.ops.collectives.reference import gather_words
+
+        return gather_words(x, self.world)
+
+    def reset(self) -> None:
+        """Empty the mailboxes after a ``CollectiveTimeout``. Collective."""
+        if self._gather is not None:
+            self._gather.reset()
+
+
+def _implementation(shape: AllReduceShape, world: World, fabric: Fabric | None) -> Implementation:
+    if shape.device.type == "cuda":
+        from quickseek.ops.collectives.all_reduce import FusedAllReduceMHC
+
+        return FusedAllReduceMHC(shape, _fabric(world, fabric))
+    from quickseek.ops.collectives.reference import ReferenceAllReduceMHC
+
+    return ReferenceAllReduceMHC(shape, world, fabric)
+
+
+def _fabric(world: World, fabric: Fabric | None) -> Fabric:
+    if fabric is not None:
+        return fabric
+    from quickseek.parallel.fabric import SymmetricFabric
+
+    return SymmetricFabric(world)

@@ -1,0 +1,175 @@
+"""What a fused collective is asked to do, and the checks that come before any launch (spec/decode.md B.7)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quickseek.parallel.fabric import Fabric
+from quickseek.parallel.world import World
+
+SCALE_BLOCK = 32
+"""Values that share one E8M0 scale (equality.md 1.2)."""
+
+
+@dataclass(frozen=True)
+class AllReduceShape:
+    """What is fixed when an ``AllReduceMHC`` is built; the arguments of its constructor."""
+
+    hidden_size: int
+    hc_mult: int
+    max_num_tokens: int
+    top_k: int
+    device: torch.device
+    quantize_layer_input: bool
+    residual_only: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What happens to the reduced rows (spec/decode.md 0.1).
+
+    ``residual`` [M, hc, H], ``post`` [M, hc] and ``comb`` [M, hc, hc] (source, target), ``pre`` [M, hc] and
+    ``norm_weight`` [H] or both None (residual-only), ``mxfp8_out`` (values E4M3 [M, H], swizzled scale bytes) or None.
+    """
+
+    residual: Tensor
+    post: Tensor
+    comb: Tensor
+    pre: Tensor | None
+    norm_weight: Tensor | None
+    norm_eps: float
+    mxfp8_out: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A MoE output before its top-k reduction (spec/decode.md B.5): rows [*, H], weights and indices [M, top_k]."""
+
+    gemm2_permuted: Tensor
+    expert_weights: Tensor
+    expanded_idx_to_permuted_idx: Tensor
+    shared_output: Tensor
+
+
+Result = tuple[Tensor, Tensor | None]
+"""Post-mixed streams [M, hc, H], and the normalised layer input [M, H] or None when residual-only."""
+
+
+class Implementation(Protocol):
+    """What the door needs of a device: built with (shape, world, fabric), arguments already validated."""
+
+    bt_min_rows: int
+    bt_min_finalize_rows: int
+
+    def all_reduce(self, x: Tensor, boundary: Boundary) -> Result: ...
+
+    def finalize(self, routed: Routed, boundary: Boundary) -> Result: ...
+
+    def reset(self) -> None: ...
+
+
+def require(condition: bool, message: str) -> None:
+    """ValueError with ``message`` unless ``condition``."""
+    if not condition:
+        raise ValueError(message)
+
+
+def swizzled_scale_bytes(rows: int, hidden_size: int) -> int:
+    """Bytes of the swizzled 128x4 scales of [rows, hidden_size] MXFP8 values (spec/decode.md B.6.1)."""
+    columns = -(-hidden_size // SCALE_BLOCK)
+    return -(-rows // 128) * 128 * -(-columns // 4) * 4
+
+
+def check_shape(shape: AllReduceShape, world: World, fabric: Fabric | None) -> None:
+    """ValueError naming the constructor argument that no build of the collective can serve."""
+    require(shape.hidden_size > 0 and shape.hidden_size % 8 == 0, f"hidden_size {shape.hidden_size}: a multiple of 8")
+    require(1 <= shape.hc_mult <= 8, f"hc_mult {shape.hc_mult}: 1 to 8 residual streams")
+    require(shape.max_num_tokens >= 1, f"max_num_tokens {shape.max_num_tokens}: at least 1")
+    require(shape.top_k >= 1, f"top_k {shape.top_k}: at least 1")
+    require(shape.timeout_s > 0, f"timeout_s {shape.timeout_s}: a positive number of seconds")
+    if shape.quantize_layer_input:
+        require(shape.hidden_size % 128 == 0, f"hidden_size {shape.hidden_size}: MXFP8 needs a multiple of 128")
+    size = world.size if fabric is None else fabric.size
+    require(size in (1, 2, 4, 8), f"{size} ranks: 1, 2, 4 or 8")
+
+
+def check_partial(shape: AllReduceShape, x: Tensor, name: str = "x") -> int:
+    """The rows of a TP-partial [M, H], checked."""
+    require(x.ndim == 2 and x.shape[1] == shape.hidden_size, f"{name} {list(x.shape)}: [M, {shape.hidden_size}]")
+    rows = x.shape[0]
+    require(1 <= rows <= shape.max_num_tokens, f"M = {rows} is outside [1, {shape.max_num_tokens}]")
+    _check_tensor(shape, name, x, _activation(shape, x))
+    return rows
+
+
+def check_routed(shape: AllReduceShape, routed: Routed) -> int:
+    """The rows of a MoE output, checked."""
+    rows = check_partial(shape, routed.shared_output, "shared_output")
+    dtype, gemm2 = routed.shared_output.dtype, routed.gemm2_permuted
+    fits = gemm2.ndim == 2 and gemm2.shape[1] == shape.hidden_size
+    require(fits, f"gemm2_permuted {list(gemm2.shape)}: [rows, {shape.hidden_size}]")
+    _check_tensor(shape, "gemm2_permuted", gemm2, dtype)
+    for name, tensor, kind in (
+        ("expert_weights", routed.expert_weights, _mix(shape, dtype)),
+        ("expanded_idx_to_permuted_idx", routed.expanded_idx_to_permuted_idx, torch.int32),
+    ):
+        require(tensor.numel() == rows * shape.top_k, f"{name} {list(tensor.shape)}: [{rows}, {shape.top_k}]")
+        _check_tensor(shape, name, tensor, kind)
+    return rows
+
+
+def check_boundary(shape: AllReduceShape, rows: int, dtype: torch.dtype, boundary: Boundary) -> None:
+    """ValueError naming the first argument of a boundary that does not fit ``rows`` rows of ``dtype``."""
+    hc, hidden = shape.hc_mult, shape.hidden_size
+    wanted, found = [rows, hc, hidden], list(boundary.residual.shape)
+    require(found == wanted, f"residual {found}: {wanted}")
+    _check_tensor(shape, "residual", boundary.residual, dtype)
+    for name, mix, count in (("post", boundary.post, rows * hc), ("comb", boundary.comb, rows * hc * hc)):
+        require(mix.numel() == count, f"{name} {list(mix.shape)}: {count} values for {rows} rows of {hc} streams")
+        _check_tensor(shape, name, mix, _mix(shape, dtype))
+    pre, norm = boundary.pre, boundary.norm_weight
+    require((pre is None) == (norm is None), "pre and norm_weight come together: give both or neither")
+    if pre is None or norm is None:
+        require(shape.residual_only, "a residual-only boundary needs residual_only=True at construction")
+        require(boundary.mxfp8_out is None, "a residual-only boundary has no layer input to quantise to mxfp8_out")
+        return
+    require(pre.numel() == rows * hc, f"pre {list(pre.shape)}: {rows * hc} values for {rows} rows of {hc} streams")
+    _check_tensor(shape, "pre", pre, _mix(shape, dtype))
+    require(list(norm.shape) == [hidden], f"norm_weight {list(norm.shape)}: [{hidden}]")
+    _check_tensor(shape, "norm_weight", norm, dtype)
+    if boundary.mxfp8_out is not None:
+        _check_mxfp8(shape, rows, *boundary.mxfp8_out)
+
+
+def _check_mxfp8(shape: AllReduceShape, rows: int, values: Tensor, scales: Tensor) -> None:
+    require(shape.quantize_layer_input, "mxfp8_out needs quantize_layer_input=True at construction")
+    wanted = [rows, shape.hidden_size]
+    require(list(values.shape) == wanted, f"mxfp8_out values {list(values.shape)}: {wanted}")
+    _check_tensor(shape, "mxfp8_out values", values, torch.float8_e4m3fn)
+    count = swizzled_scale_bytes(rows, shape.hidden_size)
+    found = scales.numel() * scales.element_size()
+    require(found == count, f"mxfp8_out scales hold {found} bytes: {count} for {rows} rows")
+    require(scales.element_size() == 1, f"mxfp8_out scales are {scales.dtype}: one byte each")
+    _check_tensor(shape, "mxfp8_out scales", scales, scales.dtype)
+
+
+def _check_tensor(shape: AllReduceShape, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    require(tensor.dtype == dtype, f"{name} is {tensor.dtype}: {dtype}")
+    require(tensor.device == shape.device, f"{name} is on {tensor.device}: {shape.device}")
+    require(tensor.is_contiguous(), f"{name} with strides {tensor.stride()}: contiguous")
+    if tensor.is_cuda and tensor.numel():
+        aligned = tensor.data_ptr() % (4 if dtype in (torch.float32, torch.int32) else 16) == 0
+        require(aligned, f"{name} starts at {tensor.data_ptr():#x}: 16-byte alignment")
+
+
+def _activation(shape: AllReduceShape, x: Tensor) -> torch.dtype:
+    if shape.device.type == "cuda" or not x.dtype.is_floating_point:
+        return torch.bfloat16
+    return x.dtype
+
+
+def _mix(shape: AllReduceShape, dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
