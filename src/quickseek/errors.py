@@ -42,3 +42,22 @@ class CollectiveTimeout(QuickseekError, RuntimeError):
         super().__init__(
             f"{kind} on rank {rank} gave up at generation {generation}, token {token}: missing source ranks: {names}"
         )
+
+
+class WorldError(QuickseekError, RuntimeError):
+    """The ranks of a world cannot be brought together: the environment, a group size or a mapping does not fit."""
+
+
+class RankDisagreement(QuickseekError, RuntimeError):
+    """Ranks that must decide alike hold different values, or some of them failed; every rank raises this one text."""
+
+
+class RankFailure(QuickseekError, RuntimeError):
+    """A spawned rank raised, died or did not finish in time.
+
+    ``rank`` is the first one at fault; the message holds the traceback of every rank that left one.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(message)

@@ -71,10 +71,3 @@ class LoopbackFabric(Fabric):
 
     def __init__(self, size: int, device: torch.device) -> None:
         raise NotImplementedError("parallel.fabric.LoopbackFabric")
-
-
-class HostFabric(Fabric):
-    """Shared host memory, for the protocol tests."""
-
-    def __init__(self, world: World) -> None:
-        raise NotImplementedError("parallel.fabric.HostFabric")
