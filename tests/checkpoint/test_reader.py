@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from raw_shards import GOLDEN, Raw, read_raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raw_shards import GOLDEN, Raw, read_raw
 
 from quickseek.checkpoint.inventory import is_engram_table
 from quickseek.checkpoint.reader import TORCH_DTYPES, Checkpoint

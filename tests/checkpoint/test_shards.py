@@ -143,5 +143,3 @@ def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for target in ("pickle.load", "pickle.loads", "torch.load"):
         monkeypatch.setattr(target, refuse)
-
-

@@ -44,7 +44,7 @@ def inventory(config: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def group_of(name: str) -> str:
-    """"text", "draft" (speculation only) or "vision" (never loaded), by the name alone."""
+    """One of ``GROUPS`` by the name alone: draft is for speculation only, vision is never loaded."""
     if name.startswith("mtp."):
         return "draft"
     return "vision" if name.startswith(("vision.", "aligner.", "image_")) else "text"
