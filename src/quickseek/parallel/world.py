@@ -1,15 +1,21 @@
 """``World``: the tensor parallel ranks of one model replica.
 
 Passed explicitly to everything that talks to peers; ``None`` anywhere means ``default_world()``. The host side of
-every decision that ranks share goes through ``all_reduce_min`` and ``gather_object``.
+every decision that ranks share goes through ``all_reduce_min`` and ``gather_object``; ``require_agreement`` and
+``together`` turn what goes wrong on one rank into the same error on all. ``parallel/launch.py`` makes worlds.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from quickseek.errors import RankDisagreement, WorldError
+
+T = TypeVar("T")
 
 _default: "World | None" = None
 
@@ -45,7 +51,11 @@ class World(ABC):
         """Return once every rank has called it."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x: FP32 (float64 if x is), ranks ascending from 0, one rounding (equality.md 1.5)."""
+        """The sum of all ranks' x: FP32 (float64 if x is), ranks ascending from 0, one rounding (equality.md 1.5).
+
+        An ordered sum of gathered parts, never the backend's own reduction: all ranks get the same bits. The sign of a
+        zero is the sum's own; that mailboxes carry no -0 is a rule of the fused collectives (ops/collectives).
+        """
         if self.size == 1:
             return x
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -99,12 +109,16 @@ class DistributedWorld(World):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim)
+        sent = _bytes(x)
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(parts, sent, group=self.group)
+        return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        dist.broadcast(x, group=self.group, group_src=source)
+        sent = _bytes(x)
+        dist.broadcast(sent, group=self.group, group_src=source)
+        if sent.data_ptr() != x.data_ptr():
+            x.copy_(sent.view(x.dtype).view(x.shape))
         return x
 
     def all_reduce_min(self, value: int) -> int:
@@ -119,6 +133,64 @@ class DistributedWorld(World):
 
     def barrier(self) -> None:
         self.all_reduce_min(0)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """x as flat bytes, copied only if it is not contiguous: backends move bytes of any dtype, float8 included."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def split(world: World, group_size: int) -> World:
+    """The group of ``group_size`` consecutive ranks that this rank belongs to, as a world of its own. Collective.
+
+    ``world`` must span the whole process group. Raises WorldError when ``group_size`` does not divide its size.
+    """
+    if group_size < 1 or world.size % group_size:
+        raise WorldError(f"{world.size} ranks cannot be split into groups of {group_size}")
+    if group_size == world.size:
+        return world
+    if not isinstance(world, DistributedWorld) or world.size != dist.get_world_size():
+        raise WorldError("split needs the world of the whole process group")
+    # Every rank takes part in making every group, also of those it is not in.
+    chosen: DistributedWorld | None = None
+    for first in range(0, world.size, group_size):
+        ranks = list(range(first, first + group_size))
+        group = dist.new_group(ranks)
+        host_group = group if world.device.type == "cpu" else dist.new_group(ranks, backend="gloo")
+        if world.rank in ranks:
+            chosen = DistributedWorld(world.device, group, host_group)
+    assert chosen is not None
+    return chosen
+
+
+def require_agreement(world: World, name: str, value: Any) -> None:
+    """Return if every rank holds an equal ``value`` (picklable); else raise RankDisagreement, one text on all ranks.
+
+    Collective: what ranks must decide alike (spec/decode.md A.7) is compared once, at start.
+    """
+    values = world.gather_object(value)
+    if any(other != values[0] for other in values[1:]):
+        held = "; ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
+        raise RankDisagreement(f"ranks disagree on {name}: {held}")
+
+
+def together(world: World, what: str, function: Callable[[], T]) -> T:
+    """``function()``, and if it raises an Exception on any rank, RankDisagreement with one text on all. Collective.
+
+    For the rank-local parts of a start-up, so that no rank waits in the next collective for one that gave up.
+    ``function`` itself must not use the world.
+    """
+    failure: Exception | None = None
+    result: list[T] = []
+    try:
+        result.append(function())
+    except Exception as error:
+        failure = error
+    reports = world.gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if any(report is not None for report in reports):
+        told = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None)
+        raise RankDisagreement(f"{what} failed: {told}") from failure
+    return result[0]
 
 
 def default_world() -> World:

@@ -1,0 +1,70 @@
+"""Shared host memory: what one rank stores through the pointer table, its peers find."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from quickseek.errors import WorldError
+from quickseek.parallel.host_fabric import SHARED_MEMORY, HostFabric
+from quickseek.parallel.launch import spawn
+from quickseek.parallel.world import World
+
+
+def store_everywhere(world: World) -> tuple[list[int], list[int], bool]:
+    fabric = HostFabric(world)
+    box, other = fabric.allocate([world.size, 4], torch.int16), fabric.allocate([5], torch.int32)
+    for peer, address in enumerate(box.peer_pointers.tolist()):
+        ctypes.c_int16.from_address(address + 2 * (4 * world.rank)).value = 100 * world.rank + peer
+    fabric.barrier()
+    return box.local[:, 0].tolist(), other.local.tolist(), box.local.data_ptr() == box.peer_pointers[world.rank].item()
+
+
+class ForgetfulFabric(HostFabric):
+    """Rank 1 hands out the address of its own copy as if it were rank 0's."""
+
+    def allocate(self, shape, dtype):
+        box = super().allocate(shape, dtype)
+        if self.rank == 1:
+            box.peer_pointers[0] = box.peer_pointers[1].item()
+        return box
+
+
+def wrong_addresses(world: World) -> str:
+    try:
+        ForgetfulFabric(world, timeout_s=0.2)
+    except WorldError as error:
+        return str(error)
+    return "not noticed"
+
+
+def unmappable(world: World) -> str:
+    class Elsewhere(HostFabric):
+        def gather_object(self, value):
+            found = super().gather_object(value)
+            return ["/nowhere/memory" if world.rank and isinstance(path, str) else path for path in found]
+
+    try:
+        Elsewhere(world)
+    except WorldError as error:
+        return str(error)
+    return "not noticed"
+
+
+def test_a_store_through_the_pointer_table_reaches_each_peer():
+    before = set(SHARED_MEMORY.glob("quickseek-*")) if SHARED_MEMORY.is_dir() else set()
+    for rank, (column, untouched, own) in enumerate(spawn(store_everywhere, 3)):
+        assert column == [rank, 100 + rank, 200 + rank]
+        assert untouched == [0] * 5 and own
+    assert (set(SHARED_MEMORY.glob("quickseek-*")) if SHARED_MEMORY.is_dir() else set()) <= before
+    assert not Path("/nowhere").exists()
+
+
+def test_a_wrong_address_fails_the_self_test_on_every_rank_alike():
+    told = spawn(wrong_addresses, 2)
+    assert told[0] == told[1] and "rank 0 misses [1]" in told[0]
+
+
+def test_memory_that_cannot_be_mapped_is_the_same_error_on_every_rank():
+    told = spawn(unmappable, 2)
+    assert told[0] == told[1] and "one host" in told[0]

@@ -1,0 +1,104 @@
+"""What worlds promise: ordered sums, groups of their own, and one error on all ranks for a fault on one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quickseek.errors import RankDisagreement, WorldError
+from quickseek.parallel.launch import spawn
+from quickseek.parallel.world import SoloWorld, World, require_agreement, split, together
+
+# In FP32, ascending: (1e8 - 1e8) + 1 = 1, but 1e8 + (1 - 1e8) = 0: the order shows in the result.
+ORDER_SENSITIVE = (1e8, -1e8, 1.0)
+
+
+def ordered_sums(world: World) -> dict[str, torch.Tensor]:
+    mine = ORDER_SENSITIVE[world.rank]
+    # BF16: 256 + 1 + 1 rounds to 258 once, but to 256 when each addition rounds.
+    half = torch.tensor([(256.0, 1.0, 1.0)[world.rank]], dtype=torch.bfloat16)
+    tiny = torch.tensor([(1.0, 1e-12, 1e-12)[world.rank]], dtype=torch.float64)
+    return {
+        "float32": world.all_reduce(torch.tensor([mine])),
+        "bfloat16": world.all_reduce(half),
+        "float64": world.all_reduce(tiny),
+        "zero": world.all_reduce(torch.tensor([-0.0])),
+    }
+
+
+def moves(world: World) -> dict[str, torch.Tensor]:
+    rank = world.rank
+    transposed = torch.full((3, 2), float(rank)).t()
+    received = torch.full((2, 2), float(rank)).t()
+    world.broadcast(received, 1)
+    return {
+        "along 1": world.all_gather(transposed, 1),
+        "float8": world.all_gather(torch.tensor([rank + 1.0]).to(torch.float8_e4m3fn)).to(torch.float32),
+        "flags": world.all_gather(torch.tensor([rank == 1])),
+        "broadcast": received,
+        "least": torch.tensor(world.all_reduce_min(7 - rank)),
+    }
+
+
+def groups(world: World) -> tuple[int, int, float, float, list[int]]:
+    group = split(world, 2)
+    both = group.all_reduce(torch.tensor([float(world.rank)])).item()
+    everyone = world.all_reduce(torch.tensor([float(world.rank)])).item()
+    return group.rank, group.size, both, everyone, group.gather_object(world.rank)
+
+
+def disagreements(world: World) -> list[str]:
+    told = []
+    require_agreement(world, "max_num_seqs", 8)
+    for attempt in (
+        lambda: require_agreement(world, "max_num_seqs", 8 if world.rank else 4),
+        lambda: together(world, "loading", lambda: Path("/nowhere/shard").read_text() if world.rank else "loaded"),
+    ):
+        try:
+            attempt()
+        except RankDisagreement as error:
+            told.append(str(error))
+    return [*told, together(world, "loading", lambda: "all loaded")]
+
+
+def test_sums_run_over_ranks_ascending_with_one_rounding():
+    for sums in spawn(ordered_sums, 3):
+        assert sums["float32"].item() == 1.0
+        assert sums["bfloat16"].item() == 258.0 and sums["bfloat16"].dtype == torch.bfloat16
+        assert sums["float64"].item() == (1.0 + 1e-12) + 1e-12
+        assert torch.signbit(sums["zero"]).item()
+    # Negative control: another order and another rounding do give other numbers.
+    assert sum(torch.tensor(ORDER_SENSITIVE[::-1])).item() != 1.0
+    assert (torch.tensor(256.0, dtype=torch.bfloat16) + 1 + 1).item() == 256.0
+
+
+def test_gathers_and_broadcasts_carry_any_dtype_and_layout():
+    for got in spawn(moves, 2):
+        assert torch.equal(got["along 1"], torch.tensor([[0.0] * 3 + [1.0] * 3] * 2))
+        assert torch.equal(got["float8"], torch.tensor([1.0, 2.0]))
+        assert torch.equal(got["flags"], torch.tensor([False, True]))
+        assert torch.equal(got["broadcast"], torch.ones(2, 2))
+        assert got["least"].item() == 6
+
+
+def test_two_groups_in_one_world_sum_apart_and_together():
+    assert spawn(groups, 4) == [
+        (0, 2, 1.0, 6.0, [0, 1]),
+        (1, 2, 1.0, 6.0, [0, 1]),
+        (0, 2, 5.0, 6.0, [2, 3]),
+        (1, 2, 5.0, 6.0, [2, 3]),
+    ]
+
+
+def test_a_fault_or_another_opinion_on_one_rank_is_the_same_error_on_all():
+    first, second = spawn(disagreements, 2)
+    assert first == second
+    assert first[0] == "ranks disagree on max_num_seqs: rank 0: 4; rank 1: 8"
+    assert first[1].startswith("loading failed: rank 1: FileNotFoundError") and "rank 0" not in first[1]
+    assert first[2] == "all loaded"
+
+
+def test_a_group_size_that_does_not_divide_the_world_is_refused():
+    assert split(SoloWorld(), 1).size == 1
+    with pytest.raises(WorldError, match="1 ranks cannot be split into groups of 2"):
+        split(SoloWorld(), 2)
