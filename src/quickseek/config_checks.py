@@ -10,17 +10,45 @@ if TYPE_CHECKING:
 BLOCK = 32
 """Every quantised dimension is a multiple of this (spec 3.3)."""
 
-_POSITIVE = (
-    "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim "
-    "q_lora_rank o_lora_rank o_groups max_position_embeddings original_max_position_embeddings n_routed_experts "
-    "num_experts_per_tok sliding_window index_n_heads index_head_dim index_topk candidate_topk_blocks "
-    "candidate_block_size hc_mult hc_sinkhorn_iters engram_vocab_size engram_n_heads engram_head_dim "
-    "engram_compressed_vocab_size"
-).split()
+_POSITIVE = [
+    "vocab_size",
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "qk_rope_head_dim",
+    "q_lora_rank",
+    "o_lora_rank",
+    "o_groups",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "candidate_topk_blocks",
+    "candidate_block_size",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "engram_vocab_size",
+    "engram_n_heads",
+    "engram_head_dim",
+    "engram_compressed_vocab_size",
+]
 
-_POSITIVE_NUMBERS = (
-    "swiglu_limit rope_theta compress_rope_theta rope_factor beta_fast beta_slow routed_scaling_factor gate_temp"
-).split()
+_POSITIVE_NUMBERS = [
+    "swiglu_limit",
+    "rope_theta",
+    "compress_rope_theta",
+    "rope_factor",
+    "beta_fast",
+    "beta_slow",
+    "routed_scaling_factor",
+    "gate_temp",
+]
 
 _FIXED: dict[str, Any] = {
     "n_shared_experts": 1,
@@ -33,9 +61,15 @@ _FIXED: dict[str, Any] = {
     "attention_bias": False,
 }
 
-_BLOCKED = (
-    "hidden_size moe_intermediate_size head_dim q_lora_rank o_lora_rank index_head_dim engram_head_dim "
-).split()
+_BLOCKED = [
+    "hidden_size",
+    "moe_intermediate_size",
+    "head_dim",
+    "q_lora_rank",
+    "o_lora_rank",
+    "index_head_dim",
+    "engram_head_dim",
+]
 
 
 def check_model_config(config: "ModelConfig") -> None:
@@ -58,7 +92,9 @@ def check_model_config(config: "ModelConfig") -> None:
     _check_draft(config)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
         value = getattr(config, key)
-        _require(config, key, value is None or 0 <= value < config.vocab_size, f"an id below vocab_size {config.vocab_size}")
+        _require(
+            config, key, value is None or 0 <= value < config.vocab_size, f"an id below vocab_size {config.vocab_size}"
+        )
 
 
 def _require(config: "ModelConfig", key: str, valid: bool, expected: str) -> None:
@@ -86,7 +122,7 @@ def _check_layers(config: "ModelConfig") -> None:
     _require(config, "compress_ratios", not any(ratios[layers:]), "0 for the draft stages")
     for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
         ids = getattr(config, key)
-        _require(config, key, all(a < b for a, b in zip(ids, ids[1:], strict=False)), "increasing layer ids")
+        _require(config, key, list(ids) == sorted(set(ids)), "increasing layer ids")
         _require(config, key, all(0 <= i < layers for i in ids), f"layer ids below num_hidden_layers = {layers}")
     sources, index_sources = config.kv_source_layer_ids, config.index_source_layer_ids
     _require(config, "kv_source_layer_ids", set(sources) <= set(index_sources), "a subset of index_source_layer_ids")
@@ -98,14 +134,23 @@ def _check_layers(config: "ModelConfig") -> None:
             continue
         source = max((s for s in sources if s <= layer), default=None)
         if source is None:
-            raise ConfigError("kv_source_layer_ids", list(sources), f"a source at or before layer {layer} (ratio {ratios[layer]})")
+            raise ConfigError(
+                "kv_source_layer_ids", list(sources), f"a source at or before layer {layer} (ratio {ratios[layer]})"
+            )
         if ratios[source] != ratios[layer]:
             raise ConfigError(
-                "compress_ratios", list(ratios), f"ratio {ratios[source]} at layer {layer}, that of its KV source {source}"
+                "compress_ratios",
+                list(ratios),
+                f"ratio {ratios[source]} at layer {layer}, that of its KV source {source}",
             )
     candidate = config.candidate_source_layer_id
     if candidate >= 0:
-        _require(config, "candidate_source_layer_id", candidate in index_sources, "negative, or one of index_source_layer_ids")
+        _require(
+            config,
+            "candidate_source_layer_id",
+            candidate in index_sources,
+            "negative, or one of index_source_layer_ids",
+        )
         later = [i for i in index_sources if i > candidate]
         bad = [i for i in later if config.kv_source(i) != config.kv_source(candidate)]
         _require(
@@ -116,7 +161,12 @@ def _check_layers(config: "ModelConfig") -> None:
 
 def _check_engram(config: "ModelConfig") -> None:
     count = len(config.engram_layer_ids)
-    _require(config, "engram_num_embeddings", len(config.engram_num_embeddings) == count, f"{count} entries, one per engram_layer_ids")
+    _require(
+        config,
+        "engram_num_embeddings",
+        len(config.engram_num_embeddings) == count,
+        f"{count} entries, one per engram_layer_ids",
+    )
     _require(config, "engram_max_ngram_size", config.engram_max_ngram_size >= 2, "2 or more")
     _require(
         config, "engram_pad_token_id", 0 <= config.engram_pad_token_id < config.vocab_size,

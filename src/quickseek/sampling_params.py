@@ -32,4 +32,6 @@ class SamplingParams:
         check("max_tokens", type(self.max_tokens) is int and self.max_tokens >= 1, "an integer of at least 1")
         check("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number")
         check("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]")
-        check("seed", self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**63), "an integer in [0, 2^63)")
+        check(
+            "seed", self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**63), "an integer in [0, 2^63)"
+        )

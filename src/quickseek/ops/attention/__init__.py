@@ -1,0 +1,54 @@
+"""Sparse attention over a window ring, selected global rows and sinks (spec/model.md 6.6); draft blocks (10.3)."""
+
+from torch import Tensor
+
+from quickseek.ops.attention import reference
+from quickseek.ops.cache import CacheView
+from quickseek.ops.checks import expect_shape
+from quickseek.ops.rows import StepRows
+
+
+def sparse_attention(
+    queries: Tensor,
+    step_kv: Tensor,
+    window: CacheView,
+    rows: StepRows,
+    sinks: Tensor,
+    *,
+    window_size: int,
+    oldest: Tensor,
+    global_kv: CacheView | None = None,
+    lists: Tensor | None = None,
+) -> Tensor:
+    """Attention output [T, h, D] in queries' dtype.
+
+    ``queries`` [T, h, D]; ``step_kv`` [T, D]: this step's window KV, not yet in ``window``, whose ring holds earlier
+    positions. A row at position p sees window positions max(``oldest`` of its request, p - window_size + 1) .. p and
+    the rows of ``global_kv`` named by ``lists`` int64 [T, k] (-1: none). Key and value are the same vector; the
+    softmax scale is D^-0.5; ``sinks`` [h] enter the denominator unscaled. ``oldest`` int64 [B].
+    """
+    count, _, width = queries.shape
+    expect_shape("step_kv", step_kv, [count, width])
+    expect_shape("sinks", sinks, [queries.shape[1]])
+    if (global_kv is None) != (lists is None):
+        raise ValueError("global_kv and lists come together")
+    return reference.sparse_attention(queries, step_kv, window, rows, sinks, window_size, oldest, global_kv, lists)
+
+
+def block_attention(
+    queries: Tensor,
+    block_kv: Tensor,
+    window: CacheView,
+    requests: Tensor,
+    last: Tensor,
+    sinks: Tensor,
+    *,
+    window_size: int,
+) -> Tensor:
+    """Attention of draft blocks [B, r, h, D]: bidirectional inside the block (spec 10.3).
+
+    ``queries`` [B, r, h, D], ``block_kv`` [B, r, D]. Every row of block b sees the ring positions
+    ``last[b] - window_size + 1 .. last[b]`` of request ``requests[b]`` and all r rows of its block.
+    """
+    expect_shape("block_kv", block_kv, [*queries.shape[:2], queries.shape[3]])
+    return reference.block_attention(queries, block_kv, window, requests, last, sinks, window_size)

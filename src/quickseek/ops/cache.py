@@ -1,0 +1,144 @@
+"""Caches as operations see them: records in blocks, addressed through a table (design.md 4.4, spec/model.md 6.10).
+
+A ``CacheView`` serves both kinds of state: rings by request slot (one block a request, row = position modulo the
+ring) and paged rows (a block table). Block 0 is scratch: rows that must not be kept are written there.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quickseek import formats
+
+SCRATCH = 0
+"""Number of the block, and of the request slot, that absorbs what must not be kept."""
+SLACK = 8
+"""Positions that a ring holds beyond what is read, so that rejected rows never overwrite live ones."""
+
+
+class Codec(Protocol):
+    """How a row of ``width`` values lies in a record."""
+
+    width: int
+    record: int
+    dtype: torch.dtype
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Records [..., record] in ``dtype`` of values [..., width]."""
+
+    def decode(self, records: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values [..., width] in ``dtype`` of records [..., record]."""
+
+
+@dataclass(frozen=True)
+class PlainCodec:
+    """Values as they are."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def record(self) -> int:
+        return self.width
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype)
+
+    def decode(self, records: Tensor, dtype: torch.dtype) -> Tensor:
+        return records.to(dtype)
+
+
+@dataclass(frozen=True)
+class WindowCodec:
+    """Window KV: E4M3 bytes, then one E8M0 byte per 32 channels (528 bytes at width 512)."""
+
+    width: int
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def record(self) -> int:
+        return self.width + self.width // formats.BLOCK
+
+    def encode(self, values: Tensor) -> Tensor:
+        codes, scales = formats.quantize_a8(values)
+        return torch.cat((codes.view(torch.uint8), scales), -1)
+
+    def decode(self, records: Tensor, dtype: torch.dtype) -> Tensor:
+        return formats.dequantize_a8(records[..., : self.width].contiguous(), records[..., self.width :], dtype)
+
+
+@dataclass(frozen=True)
+class GlobalKvCodec:
+    """Global KV: E2M1 pairs, then one E4M3 scale byte per 16 channels (288 bytes at width 512)."""
+
+    width: int
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def record(self) -> int:
+        return self.width // 2 + self.width // formats.GLOBAL_KV_GROUP
+
+    def encode(self, values: Tensor) -> Tensor:
+        return torch.cat(formats.quantize_q4k(values), -1)
+
+    def decode(self, records: Tensor, dtype: torch.dtype) -> Tensor:
+        half = self.width // 2
+        return formats.dequantize_q4k(records[..., :half], records[..., half:].contiguous(), dtype)
+
+
+@dataclass(frozen=True)
+class IndexKeyCodec:
+    """Index keys: E2M1 pairs, then one E8M0 byte per 32 channels (68 bytes at width 128)."""
+
+    width: int
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def record(self) -> int:
+        return self.width // 2 + self.width // formats.BLOCK
+
+    def encode(self, values: Tensor) -> Tensor:
+        return torch.cat(formats.quantize_q4i(values), -1)
+
+    def decode(self, records: Tensor, dtype: torch.dtype) -> Tensor:
+        half = self.width // 2
+        return formats.dequantize_q4i(records[..., :half], records[..., half:], dtype)
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """One cache of the requests of a step.
+
+    ``storage``: [blocks, block_rows, record] in the codec's dtype. ``table``: int64 [B, blocks of a request], the
+    block that holds rows ``i * block_rows`` and on of each request of the batch.
+    """
+
+    storage: Tensor
+    table: Tensor
+    codec: Codec
+
+    @property
+    def block_rows(self) -> int:
+        return self.storage.shape[1]
+
+    def ring_rows(self, positions: Tensor) -> Tensor:
+        """Row of each absolute position when a block is a ring; negative positions stay negative."""
+        return torch.where(positions < 0, positions, positions % self.block_rows)
+
+    def write(self, requests: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Store values [N, width] at ``rows`` [N] of batch indices ``requests`` [N]; a negative row goes to scratch."""
+        blocks, offsets = self._locate(requests, rows)
+        self.storage[blocks, offsets] = self.codec.encode(values)
+
+    def gather(self, requests: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values [*rows.shape, width] at ``rows`` of ``requests`` (broadcastable); zeros where a row is negative."""
+        blocks, offsets = self._locate(requests, rows)
+        values = self.codec.decode(self.storage[blocks, offsets], dtype)
+        return values.masked_fill(rows.unsqueeze(-1) < 0, 0.0)
+
+    def _locate(self, requests: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        clamped = rows.clamp_min(0)
+        blocks = self.table[requests, clamped // self.block_rows]
+        return torch.where(rows < 0, SCRATCH, blocks), clamped % self.block_rows

@@ -1,0 +1,33 @@
+"""Indexer: scores of compressed groups, candidate blocks, exact top-k lists (spec/model.md 6.4, 6.5)."""
+
+from torch import Tensor
+
+from quickseek.ops.cache import CacheView
+from quickseek.ops.checks import expect_shape
+from quickseek.ops.indexer import reference
+from quickseek.ops.indexer.reference import Selection as Selection
+from quickseek.ops.rows import StepRows
+
+
+def select(
+    queries: Tensor,
+    weights: Tensor,
+    keys: CacheView,
+    rows: StepRows,
+    *,
+    ratio: int,
+    top_k: int,
+    block_size: int,
+    publish_blocks: int = 0,
+    candidates: Tensor | None = None,
+) -> Selection:
+    """The groups that each row attends to, and the candidate blocks when ``publish_blocks`` is above 0.
+
+    ``queries`` [T, h, d], ``weights`` [T, h] (scaled, may be negative), ``keys``: index-key rows of width d. A row at
+    position p sees groups below (p + 1) // ratio. ``candidates`` int64 [T, blocks] (-1: none) restricts the groups to
+    these blocks of ``block_size``. Ties go to the lowest group. Lists are int64 [T, up to top_k], -1 where there is
+    no further group; their order means nothing.
+    """
+    expect_shape("weights", weights, queries.shape[:2])
+    expect_shape("queries", queries, [rows.positions.shape[0], None, keys.codec.width])
+    return reference.select(queries, weights, keys, rows, ratio, top_k, block_size, publish_blocks, candidates)

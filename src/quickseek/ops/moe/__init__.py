@@ -1,0 +1,61 @@
+"""Mixture of experts: router, routed experts, shared expert, finalisation (spec/model.md 7)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quickseek.ops.checks import expect_shape
+from quickseek.ops.linear import Weight
+from quickseek.ops.moe import reference
+from quickseek.ops.moe.reference import Routing as Routing
+from quickseek.ops.moe.reference import UnfinalizedMoE as UnfinalizedMoE
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """``w13`` [E, 2*I, H]: rows of w1 (gate), then of w3 (up). ``w2`` [E, H, I]. Plain or packed, one rank's slice."""
+
+    w13: Weight
+    w2: Weight
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    top_k: int,
+    scale: float,
+    temperature: float = 1.0,
+    image_bias: Tensor | None = None,
+    image_rows: Tensor | None = None,
+) -> Routing:
+    """Experts int64 [T, k] and weights [T, k] (wide dtype, renormalised and scaled) of x [T, H] (spec 7.1).
+
+    Selection adds ``bias`` [E], or ``image_bias`` on rows where ``image_rows`` [T] is set; weights come from the
+    un-biased scores. Ties go to the lowest expert.
+    """
+    expect_shape("x", x, [None, weight.shape[1]])
+    expect_shape("bias", bias, [weight.shape[0]])
+    return reference.route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows)
+
+
+def routed_experts(
+    x: Tensor, routing: Routing, weights: ExpertWeights, *, limit: float, routed_weight: str = "after"
+) -> UnfinalizedMoE:
+    """One row per (token, chosen expert), not yet summed (spec 7.2; spec/api.md).
+
+    ``limit`` clamps the SwiGLU. ``routed_weight`` "after" leaves the rows unweighted (the settled rule);
+    "before" multiplies inside and hands on weights of 1 (the released reference).
+    """
+    return reference.routed_experts(x, routing, weights, limit, routed_weight)
+
+
+def shared_expert(x: Tensor, w13: Weight, w2: Weight, *, limit: float) -> Tensor:
+    """The shared expert's output [T, H], a partial sum over ranks (spec 7.2)."""
+    return reference.expert(x, w13, w2, limit)
+
+
+def finalize(routed: UnfinalizedMoE, shared: Tensor) -> Tensor:
+    """[T, H]: weighted rows in ascending slot order plus ``shared``, summed wide and rounded once."""
+    return reference.finalize(routed, shared)

@@ -1,0 +1,57 @@
+"""``StepRows``: which request and position each row of a step belongs to."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one step: each request's rows are consecutive, at consecutive positions.
+
+    ``positions``: int64 [T], absolute. ``requests``: int64 [T], batch index of each row. ``first_rows``: int64 [B],
+    the first row of each request. ``starts``: int64 [B], the position of that row, which is also how many
+    positions the request's caches held before the step. ``ends``: int64 [B], one past its last position.
+    ``max_rows`` and ``max_length`` bound the rows of a request and its positions, on the host.
+    """
+
+    positions: Tensor
+    requests: Tensor
+    first_rows: Tensor
+    starts: Tensor
+    ends: Tensor
+    max_rows: int
+    max_length: int
+
+    @classmethod
+    def build(cls, starts: list[int], counts: list[int], device: torch.device | str = "cpu") -> "StepRows":
+        """Rows of a batch in which request i runs ``counts[i]`` rows from position ``starts[i]``."""
+        if not counts or min(counts) < 1:
+            raise ValueError(f"counts = {counts}: expected at least one row for each request")
+        row_starts = [sum(counts[:i]) for i in range(len(counts))]
+        integers = {"dtype": torch.int64, "device": device}
+        positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
+        return cls(
+            positions=positions.to(**integers),
+            requests=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(**integers),
+            first_rows=torch.tensor(row_starts, **integers),
+            starts=torch.tensor(starts, **integers),
+            ends=torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], **integers),
+            max_rows=max(counts),
+            max_length=max(s + c for s, c in zip(starts, counts, strict=True)),
+        )
+
+    def select(self, kept: Tensor, starts: Tensor) -> "StepRows":
+        """The step of rows ``kept`` (int64, ascending) only, whose first position in request i is ``starts[i]``."""
+        dropped = torch.cumsum(starts - self.starts, 0)
+        before = torch.cat((dropped.new_zeros(1), dropped[:-1]))
+        return StepRows(
+            positions=self.positions[kept],
+            requests=self.requests[kept],
+            first_rows=self.first_rows - before,
+            starts=starts,
+            ends=self.ends,
+            max_rows=self.max_rows,
+            max_length=self.max_length,
+        )
