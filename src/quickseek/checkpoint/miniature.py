@@ -92,7 +92,7 @@ _MID: dict[str, Any] = {
     "engram_vocab_size": 8230,
     "engram_n_heads": 4,
     "engram_head_dim": 64,
-    "engram_compressed_vocab_size": 838,
+    "engram_compressed_vocab_size": 839,
     "dspark_markov_rank": 128,
     "dspark_n_routed_experts": 16,
 }

@@ -34,12 +34,7 @@ CONTROL_TOKENS = (
 
 LOWER = "abcdefghijklmnopqrstuvwxyz"
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
-WHITESPACE_RUNS = (
-    *(" " * n for n in (2, 4, 8)),
-    *("\n" * n for n in (2, 3, 4)),
-    *("\t" * n for n in (2, 3, 4)),
-    "\r\n",
-)
+WHITESPACE_RUNS = ("  ", "    ", "        ", "\n\n", "\n\n\n\n", "\t\t", "\t\t\t\t", "\r\n")
 COMMON_WORDS = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "the", "and", "ing", "her")
 
 
