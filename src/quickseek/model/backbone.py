@@ -215,7 +215,7 @@ class DeepseekV4Model(nn.Module):
 
         ``weights``: an open checkpoint, or (name, tensor) pairs in stored form or as logical values.
         """
-        source: WeightSource = weights if hasattr(weights, "mapped") else TensorSource(weights)  # type: ignore[assignment, arg-type]
+        source: WeightSource = weights if hasattr(weights, "mapped") else TensorSource(weights)  # type: ignore[assignment]
         loader = WeightLoader(source, self.numerics, self.prefix)
         self.load(loader)
         return loader.loaded

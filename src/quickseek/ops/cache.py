@@ -21,9 +21,17 @@ SLACK = 8
 class Codec(Protocol):
     """How a row of ``width`` values lies in a record."""
 
-    width: int
-    record: int
-    dtype: torch.dtype
+    @property
+    def width(self) -> int:
+        """Channels of a row."""
+
+    @property
+    def record(self) -> int:
+        """Elements of a record."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a record's elements."""
 
     def encode(self, values: Tensor) -> Tensor:
         """Records [..., record] in ``dtype`` of values [..., width]."""

@@ -1,8 +1,100 @@
-"""The sticky abort flag, time-out records, and the thread that turns them into ``CollectiveTimeout`` (decode.md L.6)."""
+"""The sticky abort flag, time-out records, and the thread that turns them into ``CollectiveTimeout`` (decode.md L.6).
+
+Each rank has a *control block* in memory that its peers can store into, and a *record* in host memory that its
+kernels can store into. A wait that gives up fills the record once and raises the abort flag of every rank; every
+later wait on every rank sees its flag and leaves at once, and the host sees the record.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from quickseek.errors import CollectiveTimeout
+from quickseek.parallel.fabric import Fabric
+
+KINDS = ("all_reduce", "two_shot_owner", "two_shot_collect", "all_gather")
+"""What waited, by the number that a record holds."""
+
+MAGIC = 0x51AB0057
+ABORT, RECORD, CLAIMED, PEERS = 0, 8, 16, 32
+"""Byte offsets in a control block: flag word, address of the record, word taken by the first reporter, addresses of
+every rank's control block."""
+CONTROL_WORDS = PEERS // 8 + 8
+RECORD_WORDS = 16
+POLL_INTERVAL_S = 0.05
 
 
 class Watchdog:
-    """Polls the records that bounded waits leave behind and raises for the rank that waits on them."""
+    """One rank's control block and record, shared by all collectives of a fabric.
 
-    def __init__(self) -> None:
-        raise NotImplementedError("parallel.watchdog.Watchdog")
+    Construction is collective. ``on_timeout`` (optional) is called once per time-out, from the polling thread, with
+    the error; ``check()`` raises it in the calling thread.
+    """
+
+    def __init__(self, fabric: Fabric, on_timeout: Callable[[CollectiveTimeout], None] | None = None) -> None:
+        self.fabric, self.on_timeout = fabric, on_timeout
+        self.mailbox = fabric.allocate([CONTROL_WORDS], torch.int64)
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=fabric.device.type == "cuda")
+        self._words = self.record.numpy()
+        self._instances = 0
+        self._error: CollectiveTimeout | None = None
+        self._stopped = threading.Event()
+        self.clear()
+        fabric.barrier()
+        if on_timeout is not None:
+            thread = threading.Thread(
+                target=_watch, args=(weakref.ref(self), self._stopped), daemon=True, name="quickseek-watchdog"
+            )
+            thread.start()
+
+    @property
+    def control(self) -> int:
+        """Address of this rank's control block."""
+        return self.mailbox.local.data_ptr()
+
+    def new_instance(self) -> int:
+        """The number that a collective's records carry."""
+        self._instances += 1
+        return self._instances
+
+    def error(self) -> CollectiveTimeout | None:
+        """The time-out that a kernel of this rank has recorded since the last reset, if any."""
+        if self._error is None and int(self._words[0]) & 0xFFFFFFFF == MAGIC:
+            _, kind, rank, generation, token, _, mask = (int(word) for word in self._words[1:8])
+            missing = [source for source in range(self.fabric.size) if mask >> source & 1]
+            self._error = CollectiveTimeout(KINDS[kind], rank, generation, token, missing)
+        return self._error
+
+    def check(self) -> None:
+        """Raise the recorded ``CollectiveTimeout``, if any: before each collective, and after each wait of the host."""
+        error = self.error()
+        if error is not None:
+            raise error
+
+    def clear(self) -> None:
+        """Lower this rank's flag and empty its record; the caller puts barriers around it."""
+        block = torch.zeros(CONTROL_WORDS, dtype=torch.int64)
+        block[RECORD // 8] = self.record.data_ptr()
+        block[PEERS // 8 : PEERS // 8 + self.fabric.size] = self.mailbox.peer_pointers.cpu()
+        self.mailbox.local.copy_(block)
+        self.record.zero_()
+        self._error = None
+
+    def close(self) -> None:
+        """Stop the polling thread."""
+        self._stopped.set()
+
+
+def _watch(reference: "weakref.ref[Watchdog]", stopped: threading.Event) -> None:
+    reported: CollectiveTimeout | None = None
+    while not stopped.wait(POLL_INTERVAL_S):
+        watchdog = reference()
+        if watchdog is None:
+            return
+        error = watchdog.error()
+        if error is not None and error is not reported and watchdog.on_timeout is not None:
+            watchdog.on_timeout(error)
+        reported = error
+        del watchdog

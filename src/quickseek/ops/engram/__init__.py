@@ -17,7 +17,7 @@ DEAD = -1
 
 @dataclass(frozen=True)
 class HashConstants:
-    """Of one layer, int64: ``multipliers`` [N], ``primes`` and ``offsets`` [(N-1)*heads]; ``pad`` is a compressed id."""
+    """Of one layer, int64: ``multipliers`` [N], ``primes`` and ``offsets`` [(N-1)*heads]; ``pad``: a compressed id."""
 
     multipliers: Tensor
     primes: Tensor
