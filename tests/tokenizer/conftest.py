@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 # What DeepSeek's files mark as special; the others are added tokens of the second kind.
 SPECIAL = (dsml.BEGIN_OF_SENTENCE, dsml.END_OF_SENTENCE, dsml.PAD)
 THINK = [("t", "h"), ("i", "n"), ("th", "in"), ("thin", "k"), ("<", "think"), ("<think", ">")]
-MERGES = [*THINK, ("Ġ", "a"), ("Ã", "©")]
+MERGES = [*THINK, ("Ġ", "a"), ("Ã", "©"), (">", "<")]
 
 
 def describe(*, whole_words: bool = False, listed: bool = False) -> dict[str, Any]:

@@ -73,6 +73,14 @@ def test_a_prompt_without_control_spellings_encodes_like_its_text(chat_tokenizer
     assert chat_tokenizer.decode(ids) == prompt.text
 
 
+def test_text_on_both_sides_of_a_trust_border_is_encoded_as_one_piece(chat_tokenizer: Tokenizer) -> None:
+    prompt = Prompt((trusted(dsml.USER + "<tool_result>"), untrusted("<b>"), trusted("</tool_result>")))
+    (joint,) = chat_tokenizer.encode("><")
+    ids = chat_tokenizer.encode_prompt(prompt)
+    assert ids.count(joint) == 2
+    assert ids == chat_tokenizer.encode(prompt.text, control_tokens=True)
+
+
 @several
 @given(text=hostile_text, cut=st.integers(0, 40))
 def test_a_prompt_holds_the_control_tokens_of_the_format_only(chat_tokenizer: Tokenizer, text: str, cut: int) -> None:

@@ -22,6 +22,4 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """What is left when no more ids come: U+FFFD for an unfinished character. Ready for another answer then."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
