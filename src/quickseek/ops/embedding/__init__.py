@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quickseek.ops.embedding import reference
 from quickseek.parallel.world import World, default_world
 
 __all__ = ["ReplicatedEmbedding", "ShardedTable", "embed_streams"]
@@ -38,10 +39,7 @@ def embed_streams(ids: Tensor, table: Tensor, embedding: Tensor, streams: Tensor
 
         launch(ids, table, embedding, streams)
         return
-    known = (ids >= 0) & (ids < table.shape[0])
-    rows = torch.where(known[:, None], table[ids.clamp(0, table.shape[0] - 1).long()], torch.zeros_like(embedding))
-    embedding.copy_(rows)
-    streams.copy_(rows[:, None].expand_as(streams))
+    reference.embed_streams(ids, table, embedding, streams)
 
 
 class ReplicatedEmbedding:
@@ -72,7 +70,7 @@ class ReplicatedEmbedding:
         return cls(embed, hc_mult, world)
 
     def refresh(self) -> None:
-        """Copy the shards again after a weight update. Collective; RuntimeError when they do not tile the vocabulary."""
+        """Copy the shards after a weight update. Collective; RuntimeError when they do not tile the vocabulary."""
         ranges = self.world.gather_object((self.embed.start, self.embed.end))
         reached = 0
         for start, end in sorted(r for r in ranges if r[1] > r[0]):
