@@ -364,7 +364,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 DECODE_BACKENDS = ("auto", "stock", "latency_specialized")
-MODES = ("exact", "trained")
+MODES = ("auto", "exact", "trained")
 DTYPES = ("float32", "float64", "bfloat16")
 
 
@@ -380,12 +380,13 @@ class DecodeConfig:
 class EngineConfig:
     """How a model is run. Options follow vLLM's spelling; ``max_model_len`` None means what the model allows.
 
-    ``mode``: "exact" (no fake quantisation, one dtype; CPU) or "trained" (BF16 with the trained fake
-    quantisation). ``dtype`` None: float32 in exact mode, bfloat16 in trained mode.
+    ``mode``: "exact" (no fake quantisation, one dtype; CPU), "trained" (BF16 with the trained fake quantisation) or
+    "auto" (exact on a CPU, trained on a GPU). ``dtype`` None: float32 in exact mode, bfloat16 in trained mode.
+    ``max_num_seqs`` requests decode together; ``max_num_batched_tokens`` prompt tokens are read in one step.
     """
 
     device: str = "cpu"
-    mode: str = "exact"
+    mode: str = "auto"
     dtype: str | None = None
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -393,6 +394,15 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     decode_backend: str = "auto"
     decoder_replay: bool = False
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+
+    @property
+    def resolved_mode(self) -> str:
+        """The mode with "auto" decided."""
+        if self.mode != "auto":
+            return self.mode
+        return "exact" if self.device.startswith("cpu") else "trained"
 
     def __post_init__(self) -> None:
         def check(key: str, valid: bool, expected: str) -> None:
@@ -400,8 +410,11 @@ class EngineConfig:
                 raise ConfigError(key, getattr(self, key), expected)
 
         check("mode", self.mode in MODES, f"one of {', '.join(MODES)}")
-        dtypes = ("bfloat16",) if self.mode == "trained" else ("float32", "float64")
-        check("dtype", self.dtype is None or self.dtype in dtypes, f"{' or '.join(dtypes)} in {self.mode} mode")
+        dtypes = ("bfloat16",) if self.resolved_mode == "trained" else ("float32", "float64")
+        expected = f"{' or '.join(dtypes)} in {self.resolved_mode} mode"
+        check("dtype", self.dtype is None or self.dtype in dtypes, expected)
+        check("max_num_seqs", self.max_num_seqs >= 1, "1 or more")
+        check("max_num_batched_tokens", self.max_num_batched_tokens >= 1, "1 or more")
         check("tensor_parallel_size", self.tensor_parallel_size in (1, 2, 4, 8), "1, 2, 4 or 8")
         check("max_model_len", self.max_model_len is None or self.max_model_len > 0, "a positive number of tokens")
         check("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")

@@ -257,3 +257,20 @@ def test_reading_a_slice_of_a_large_file_leaves_the_rest_on_disk(tmp_path, touch
     part, total = (int(value) / 1024 for value in output.split())
     assert part < 16
     assert low <= total <= high
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sparse files of any size and the overcommit rule are Linux's")
+def test_a_table_larger_than_the_machine_s_memory_can_be_mapped(tmp_path: Path) -> None:
+    pages = sum(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()[:1]) // 4
+    rows = 2 * pages * 4096 // 256
+    header = {"table": {"dtype": "F8_E4M3", "shape": [rows, 256], "data_offsets": [0, rows * 256]}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + rows * 256)
+        file.seek(-1, 2)
+        file.write(b"\x38")
+    (tmp_path / "config.json").write_text((GOLDEN / "config.json").read_text())
+    table = Checkpoint.open(tmp_path).mapped("table")
+    assert table[rows - 1, 255].float().item() == 1.0 and table[rows - 1, 254].float().item() == 0.0

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quickseek.checkpoint.inventory import TensorSpec, group_of, inventory, is_engram_table
+from quickseek.checkpoint.shard import Shard
 from quickseek.checkpoint.shards import open_shards
 from quickseek.config import ModelConfig
 from quickseek.errors import CheckpointError
@@ -32,12 +32,10 @@ class Checkpoint:
     a page that is written to is copied into anonymous memory, and the file never changes.
     """
 
-    def __init__(
-        self, directory: Path, config: ModelConfig, located: Mapping[str, str], shards: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, directory: Path, config: ModelConfig, shards: Mapping[str, Shard]) -> None:
         self.directory, self.config = directory, config
         self.read_names: set[str] = set()
-        self._located, self._shards = located, shards
+        self._shards = shards
         self._inventory = inventory(config)
 
     @classmethod
@@ -51,24 +49,26 @@ class Checkpoint:
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory")
         config = config or ModelConfig.from_file(directory)
-        return cls(directory, config, *open_shards(directory))
+        return cls(directory, config, open_shards(directory))
 
     @property
     def names(self) -> Collection[str]:
         """Names of all stored tensors, those of optional groups included."""
-        return self._located.keys()
+        return self._shards.keys()
 
     def file_of(self, name: str) -> Path:
         """The shard that holds a tensor; CheckpointError if none does."""
-        if name not in self._located:
+        return self._shard(name).path
+
+    def _shard(self, name: str) -> Shard:
+        if name not in self._shards:
             raise CheckpointError(f"{self.directory}: {name} is missing")
-        return self.directory / self._located[name]
+        return self._shards[name]
 
     def spec(self, name: str) -> TensorSpec:
         """Dtype and (packed) shape of a tensor as stored."""
-        path = self.file_of(name)
-        stored = self._shards[path.name].get_slice(name)
-        return TensorSpec(name, stored.get_dtype(), tuple(stored.get_shape()), group_of(name))
+        place = self._shard(name).places[name]
+        return TensorSpec(name, place.dtype, place.shape, group_of(name))
 
     def check(self, groups: Collection[str] = ("text", "draft")) -> None:
         """Raise CheckpointError unless all tensors of ``groups`` are stored as the configuration calls for.
@@ -76,13 +76,11 @@ class Checkpoint:
         Nothing else may be stored, except tensors of the groups "draft" and "vision" that are not asked for.
         """
         wanted = {name: spec for name, spec in self._inventory.items() if spec.group in groups}
-        missing = sorted(wanted.keys() - self._located.keys())
+        missing = sorted(wanted.keys() - self._shards.keys())
         if missing:
             raise CheckpointError(f"{self.directory}: {_some(missing)} missing")
         extra = sorted(
-            name
-            for name in self._located.keys() - wanted.keys()
-            if group_of(name) in groups or group_of(name) == "text"
+            name for name in self._shards.keys() - wanted.keys() if group_of(name) in groups or group_of(name) == "text"
         )
         if extra:
             raise CheckpointError(f"{self.file_of(extra[0])}: {_some(extra)} not part of this model")
@@ -104,7 +102,7 @@ class Checkpoint:
         ``TORCH_DTYPES``. Raises ValueError for a slice that leaves the tensor and CheckpointError for a missing
         tensor or a NaN byte in the scales read (those of n-gram tables are not scanned).
         """
-        whole = self.mapped(name)
+        whole = self._whole(name)
         _check_slices(name, slices, whole.shape)
         part = whole[slices] if slices else whole
         if self.spec(name).dtype == "F8_E8M0" and not is_engram_table(name) and bool((part == E8M0_NAN).any()):
@@ -112,14 +110,18 @@ class Checkpoint:
         return part
 
     def mapped(self, name: str) -> Tensor:
-        """The whole tensor as a view of the mapped file; pages are read when touched. For n-gram tables."""
+        """The whole tensor as a view for gathering single rows: pages are read when touched, without read-ahead."""
+        whole = self._whole(name)
+        self._shard(name).expect_scattered_reads(name)
+        return whole
+
+    def _whole(self, name: str) -> Tensor:
         stored = self.spec(name)
         if stored.dtype not in TORCH_DTYPES:
             expected = ", ".join(TORCH_DTYPES)
             raise CheckpointError(f"{self.file_of(name)}: {name} has dtype {stored.dtype}: expected {expected}")
         self.read_names.add(name)
-        tensor: Tensor = self._shards[self._located[name]].get_tensor(name)
-        return tensor.view(TORCH_DTYPES[stored.dtype])
+        return self._shard(name).view(name, TORCH_DTYPES[stored.dtype])
 
     def unread(self, groups: Collection[str] = ("text", "draft")) -> list[str]:
         """Tensors of ``groups`` that neither ``read`` nor ``mapped`` has given out yet, sorted."""

@@ -1,23 +1,18 @@
-"""The files of a checkpoint directory: which shard holds which tensor, checked before anything is read.
-
-The `safetensors` library validates headers and maps the files. Its CPU tensors are views of a private mapping
-(nothing is read before it is touched, a slice touches only its own pages), so no mapping of our own is needed.
-"""
+"""The files of a checkpoint directory: which shard holds which tensor, checked before anything is read."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import safetensors
-
+from quickseek.checkpoint.shard import Shard
 from quickseek.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
-def open_shards(directory: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """(tensor name to file name, file name to open handle) of the checkpoint in ``directory``.
+def open_shards(directory: Path) -> dict[str, Shard]:
+    """Tensor name to the open shard that holds it, of the checkpoint in ``directory``.
 
     Raises CheckpointError if there is no checkpoint, a shard is absent, damaged or outside the directory, or
     the index and the shards' headers disagree about where a tensor is.
@@ -25,13 +20,13 @@ def open_shards(directory: Path) -> tuple[dict[str, str], dict[str, Any]]:
     index = directory / INDEX_NAME
     if index.is_file():
         located = _read_index(index)
-        handles = {name: _open(directory / name, listed_in=index) for name in sorted(set(located.values()))}
-        _compare(index, located, {name: list(handle.keys()) for name, handle in handles.items()})
-        return located, handles
+        shards = {name: _open(directory / name, index) for name in sorted(set(located.values()))}
+        _compare(index, located, shards)
+        return {name: shards[shard] for name, shard in located.items()}
     single = directory / SINGLE_NAME
     if single.is_file():
-        handle = _open(single)
-        return dict.fromkeys(handle.keys(), SINGLE_NAME), {SINGLE_NAME: handle}
+        shard = Shard(single)
+        return dict.fromkeys(shard.places, shard)
     raise CheckpointError(f"{directory}: {_what_is_there(directory)}")
 
 
@@ -70,19 +65,16 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _open(path: Path, listed_in: Path | None = None) -> Any:
+def _open(path: Path, index: Path) -> Shard:
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such shard, but {listed_in} lists it")
-    try:
-        return safetensors.safe_open(str(path), framework="pt", device="cpu")
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: truncated or not a safetensors file ({error})") from None
+        raise CheckpointError(f"{path}: no such shard, but {index} lists it")
+    return Shard(path)
 
 
-def _compare(index: Path, located: dict[str, str], headers: dict[str, list[str]]) -> None:
+def _compare(index: Path, located: dict[str, str], shards: dict[str, Shard]) -> None:
     owner: dict[str, str] = {}
-    for shard, names in headers.items():
-        for name in names:
+    for shard, opened in shards.items():
+        for name in opened.places:
             if name in owner:
                 raise CheckpointError(f"{index.parent}: {name} is in two shards, {owner[name]} and {shard}")
             owner[name] = shard

@@ -18,6 +18,7 @@ from quickseek.model.replay import DecoderReplayLayers, why_unsupported
 from quickseek.model.vocabulary import VocabParallelEmbedding
 from quickseek.numerics import Numerics
 from quickseek.ops import mhc, norm_rope
+from quickseek.ops.rows import StepRows
 from quickseek.parallel.world import World, default_world
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,11 @@ class DeepseekV4Model(nn.Module):
             oldest=torch.zeros_like(rows.starts),
             image_rows=dead if self.config.image_token_id is not None else None,
         )
+
+    def rows_returned(self, context: ForwardContext) -> StepRows:
+        """The rows whose hidden states ``forward`` returns: all, unless decoder replay trims the step."""
+        replay = DecoderReplayLayers.plan(self.config, context) if self.decoder_replay else None
+        return context.rows if replay is None else context.rows.select(replay.kept, replay.starts)
 
     # ------------------------------------------------------------------------------------------ n-gram memory
 

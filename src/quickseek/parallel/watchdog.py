@@ -8,6 +8,7 @@ later wait on every rank sees its flag and leaves at once, and the host sees the
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,13 @@ RECORD_WORDS = 16
 POLL_INTERVAL_S = 0.05
 
 
+class Resettable(Protocol):
+    """A collective whose mailboxes ``Watchdog.reset`` empties."""
+
+    def refill(self) -> None:
+        """Fill the own mailboxes with the sentinel and zero the own state words."""
+
+
 class Watchdog:
     """One rank's control block and record, shared by all collectives of a fabric.
 
@@ -34,11 +42,12 @@ class Watchdog:
     """
 
     def __init__(self, fabric: Fabric, on_timeout: Callable[[CollectiveTimeout], None] | None = None) -> None:
-        self.fabric, self.on_timeout = fabric, on_timeout
+        # A proxy, since the table of watchdogs is keyed by the fabric and must not keep it alive.
+        self.fabric, self.on_timeout = weakref.proxy(fabric), on_timeout
         self.mailbox = fabric.allocate([CONTROL_WORDS], torch.int64)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=fabric.device.type == "cuda")
         self._words = self.record.numpy()
-        self._instances = 0
+        self._instances: list[weakref.ref[Resettable]] = []
         self._error: CollectiveTimeout | None = None
         self._stopped = threading.Event()
         self.clear()
@@ -54,10 +63,17 @@ class Watchdog:
         """Address of this rank's control block."""
         return self.mailbox.local.data_ptr()
 
-    def new_instance(self) -> int:
-        """The number that a collective's records carry."""
-        self._instances += 1
-        return self._instances
+    @classmethod
+    def of(cls, fabric: Fabric) -> "Watchdog":
+        """The watchdog of a fabric; the first call, like construction, is collective."""
+        if fabric not in _watchdogs:
+            _watchdogs[fabric] = cls(fabric)
+        return _watchdogs[fabric]
+
+    def register(self, collective: Resettable) -> int:
+        """The number that the records of a collective carry; its mailboxes are emptied by ``reset``."""
+        self._instances.append(weakref.ref(collective))
+        return len(self._instances)
 
     def error(self) -> CollectiveTimeout | None:
         """The time-out that a kernel of this rank has recorded since the last reset, if any."""
@@ -73,6 +89,16 @@ class Watchdog:
         if error is not None:
             raise error
 
+    def reset(self) -> None:
+        """Make every collective of the fabric usable after a time-out or an aborted eager step. Collective."""
+        self.fabric.barrier()
+        for reference in self._instances:
+            collective = reference()
+            if collective is not None:
+                collective.refill()
+        self.clear()
+        self.fabric.barrier()
+
     def clear(self) -> None:
         """Lower this rank's flag and empty its record; the caller puts barriers around it."""
         block = torch.zeros(CONTROL_WORDS, dtype=torch.int64)
@@ -85,6 +111,9 @@ class Watchdog:
     def close(self) -> None:
         """Stop the polling thread."""
         self._stopped.set()
+
+
+_watchdogs: "weakref.WeakKeyDictionary[Fabric, Watchdog]" = weakref.WeakKeyDictionary()
 
 
 def _watch(reference: "weakref.ref[Watchdog]", stopped: threading.Event) -> None:

@@ -1,0 +1,128 @@
+"""The ``quickseek`` command."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quickseek.errors import QuickseekError
+
+if TYPE_CHECKING:
+    from quickseek.llm import LLM, RequestOutput
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="DeepSeek-V4.1-Flash, fast."
+)
+
+
+@app.callback()
+def _options() -> None:
+    """DeepSeek-V4.1-Flash for people who wait on each token."""
+
+
+@app.command()
+def tiny(
+    directory: Annotated[Path, typer.Argument(help="Directory to write; it must not exist yet or be empty.")],
+    config: Annotated[str, typer.Option(help="tiny, tiny-tp or mid.")] = "tiny",
+    overwrite: Annotated[bool, typer.Option(help="Replace a checkpoint that is already there.")] = False,
+) -> None:
+    """Write a miniature checkpoint in the released formats, with random weights: its text means nothing."""
+    from quickseek.checkpoint.miniature import write_miniature
+
+    written = write_miniature(directory, config, overwrite=overwrite)
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    typer.echo(f"{directory}: {config}, {written.num_hidden_layers} layers, {size / 1e6:.1f} MB", err=True)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Option(help="Checkpoint directory.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    chat: Annotated[str | None, typer.Option(help="A user's message to answer.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
+    thinking: Annotated[bool, typer.Option(help="Let the model reason first, with --chat.")] = False,
+    effort: Annotated[str | None, typer.Option(help="Reasoning effort: 1..100, low, high, xhigh or max.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end token.")] = False,
+    speculative_tokens: Annotated[int, typer.Option(help="Drafts per step, up to the trained block.")] = 0,
+    mode: Annotated[str, typer.Option(help="auto, exact or trained (spec/equality.md).")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 or float64, in exact mode.")] = None,
+    device: Annotated[str, typer.Option(help="cpu.")] = "cpu",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest context, prompt and answer together.")] = None,
+) -> None:
+    """Generate text, written to the terminal as it comes, and a closing line of figures."""
+    if (prompt is None) == (chat is None):
+        raise typer.BadParameter("give either --prompt or --chat")
+    if chat is None and (system is not None or thinking or effort is not None):
+        raise typer.BadParameter("--system, --thinking and --effort go with --chat")
+    from quickseek.llm import LLM
+    from quickseek.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
+    )
+    llm = LLM(
+        model,
+        mode=mode,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        num_speculative_tokens=speculative_tokens,
+    )
+    if chat is not None:
+        messages = [{"role": "user", "content": chat}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        ids = llm.encode_chat(messages, thinking=thinking, reasoning_effort=_effort(effort))
+    else:
+        assert prompt is not None
+        ids = llm.encode_text(prompt)
+    output = None
+    for text, output in llm.stream(ids, params):  # noqa: B007  the last output is reported below
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    assert output is not None
+    typer.echo(figures(llm, output), err=True)
+
+
+def _effort(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdigit() else text
+
+
+def figures(llm: "LLM", output: "RequestOutput") -> str:
+    """One line: how many tokens, how fast, under which conditions."""
+    import torch
+
+    count = len(output.token_ids)
+    line = f"{len(output.prompt_token_ids)} prompt tokens, {count} generated, first after {output.first_token_s:.2f} s"
+    if count > 1:
+        line += f", then {(count - 1) / max(output.total_s - output.first_token_s, 1e-9):.1f} tokens/s"
+    if output.drafted:
+        line += f", {output.accepted} of {output.drafted} drafts accepted"
+    numerics = llm.model.numerics
+    mode = llm.engine_config.resolved_mode
+    return f"{line} ({mode} {str(numerics.dtype).removeprefix('torch.')}, cpu, {torch.get_num_threads()} threads)"
+
+
+def main() -> None:
+    """Run the command; an error that a user can act on is one line on stderr and exit code 2."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        app()
+    except QuickseekError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except NotImplementedError as error:
+        typer.echo(f"error: not implemented: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

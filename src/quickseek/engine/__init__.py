@@ -1,0 +1,1 @@
+"""Policy: which request runs when, and how tokens are chosen and committed (design: floor 6)."""

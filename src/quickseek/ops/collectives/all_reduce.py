@@ -1,0 +1,270 @@
+"""``AllReduceMHC`` on CUDA: mailboxes, the choice of protocol by rows, and the launches (spec/decode.md B.7, B.8)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quickseek.ops.collectives.boundary import BoundaryKernel
+from quickseek.ops.collectives.compiled import compiled, current_stream
+from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
+from quickseek.ops.collectives.push import GENERATIONS
+from quickseek.ops.collectives.spec import AllReduceShape, Boundary, Result, Routed, require
+from quickseek.ops.collectives.thresholds import Thresholds, thresholds
+from quickseek.parallel.fabric import Fabric, Mailbox
+from quickseek.parallel.watchdog import Watchdog
+
+SENTINEL_HALF = -0x8000
+STATE_WORDS = 4
+BLOCKS_PER_MULTIPROCESSOR = 4
+"""Blocks of 128 threads and at most 128 registers that certainly fit; half of that budget may spin."""
+
+BOUNDARY_ARGUMENTS = "a" * 9 + "f" + "a" * 10 + "iii"
+PUBLISH_ARGUMENTS = "a" * 7 + "ii"
+OWNER_ARGUMENTS = "a" * 6 + "iii"
+
+
+class FusedAllReduceMHC:
+    """The ``Implementation`` for one rank of ``fabric``; arguments come validated.
+
+    Three forms, bits equal: *fused* (one kernel) up to ``fused_rows`` rows, *one-shot* (publish, collect) above, and
+    *two-shot* (publish, owner sums, collect) from ``bt_min_rows`` rows. ``publish`` and ``collect`` can be called by
+    themselves, with all ranks' publishes first, by one process that plays several ranks.
+    """
+
+    def __init__(self, shape: AllReduceShape, fabric: Fabric, chosen: Thresholds | None = None) -> None:
+        self.shape, self.fabric, self.device = shape, fabric, fabric.device
+        self.ranks = fabric.size
+        capability = torch.cuda.get_device_capability(self.device)[0]
+        self.thresholds = chosen or thresholds(capability, self.ranks)
+        self.threads, self.cluster = self.thresholds.geometry(shape.hidden_size)
+        absent = shape.max_num_tokens + 1
+        self.bt_min_rows = min(absent, self.thresholds.two_shot_rows or absent)
+        self.bt_min_finalize_rows = min(absent, self.thresholds.two_shot_finalize_rows or absent)
+        if self.ranks == 1:
+            self.bt_min_rows = self.bt_min_finalize_rows = absent
+        self.resident_rows = self._resident_rows()
+        self.fused_rows = (
+            shape.max_num_tokens if self.ranks == 1 else min(self.thresholds.fused_rows, self.resident_rows)
+        )
+        self._pending: tuple[int, bool] | None = None
+        self._allocate()
+        self.compile()
+        self.refill()
+        # No peer may publish before this rank's sentinels are in place.
+        fabric.barrier()
+
+    # ------------------------------------------------------------------------------------------ construction
+
+    def _resident_rows(self) -> int:
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        slots = processors * BLOCKS_PER_MULTIPROCESSOR * 128 // self.threads // 2
+        return max(1, slots // self.cluster // self.fabric.ranks_on_device)
+
+    def _allocate(self) -> None:
+        capacity, hidden = self.shape.max_num_tokens, self.shape.hidden_size
+        self.two_shot_built = min(self.bt_min_rows, self.bt_min_finalize_rows) <= capacity
+        self.one_shot_capacity = min(capacity, max(self.bt_min_rows, self.bt_min_finalize_rows) - 1)
+        self.watchdog = Watchdog.of(self.fabric)
+        self.instance = self.watchdog.register(self)
+        self.budget = int(self.shape.timeout_s * 1e9)
+        self.mailboxes: list[Mailbox] = []
+        if self.ranks > 1:
+            self.one_shot = self._mailbox(self.ranks, max(1, self.one_shot_capacity), hidden)
+            if self.two_shot_built:
+                self.contributions = self._mailbox(self.ranks, -(-capacity // self.ranks), hidden)
+                self.reduced = self._mailbox(1, capacity, hidden)
+        self.one_shot_state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
+        self.two_shot_state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
+
+    def _mailbox(self, sources: int, capacity: int, hidden: int) -> Mailbox:
+        mailbox = self.fabric.allocate([GENERATIONS, sources, capacity, hidden], torch.bfloat16)
+        if mailbox.local.data_ptr() % 16 or mailbox.multicast_pointer % 16:
+            raise RuntimeError(f"peer memory at {mailbox.local.data_ptr():#x}: 16-byte alignment")
+        self.mailboxes.append(mailbox)
+        return mailbox
+
+    def refill(self) -> None:
+        """Fill the own mailboxes with the sentinel and zero the own states (``Watchdog.reset``)."""
+        for mailbox in self.mailboxes:
+            mailbox.local.view(torch.int16).fill_(SENTINEL_HALF)
+        self.one_shot_state.zero_()
+        self.two_shot_state.zero_()
+        self._pending = None
+
+    def reset(self) -> None:
+        """Empty all mailboxes of the fabric. Collective."""
+        self.watchdog.reset()
+
+    def compile(self) -> None:
+        """Build and load every kernel that a call can need, so that none is built under capture."""
+        tops = {0, self.shape.top_k}
+        for top_k in tops:
+            for kind in self._kinds():
+                self._boundary_kernel("fused", kind, top_k)
+            if self.ranks > 1:
+                self._publish_kernel(top_k, two_shot=False)
+                if self.two_shot_built:
+                    self._publish_kernel(top_k, two_shot=True)
+        if self.ranks > 1:
+            for kind in self._kinds():
+                self._boundary_kernel("collect", kind, 0)
+                if self.two_shot_built:
+                    self._boundary_kernel("reduced", kind, 0)
+            if self.two_shot_built:
+                self._owner_kernel()
+
+    def _kinds(self) -> list[str]:
+        kinds = ["plain"]
+        if self.shape.quantize_layer_input:
+            kinds.append("quantize")
+        if self.shape.residual_only:
+            kinds.append("residual")
+        return kinds
+
+    def _form(self, mailbox: Mailbox | None) -> dict[str, Any]:
+        if mailbox is None or not mailbox.multicast_pointer:
+            return {"form": "unicast"}
+        stride = mailbox.replay_stride
+        return {"form": "replay", "stride": stride} if stride else {"form": "multicast"}
+
+    def _boundary_kernel(self, source: str, kind: str, top_k: int) -> Any:
+        fused_form = self._form(self.one_shot) if source == "fused" and self.ranks > 1 else self._form(None)
+        return compiled(
+            BoundaryKernel, BOUNDARY_ARGUMENTS, self.device,
+            hidden=self.shape.hidden_size, streams=self.shape.hc_mult, ranks=self.ranks,
+            capacity=self.shape.max_num_tokens if source == "reduced" else max(1, self.one_shot_capacity),
+            threads=self.threads, cluster=self.cluster, source=source,
+            normalise=kind != "residual", quantize=kind == "quantize", top_k=top_k, **fused_form,
+        )  # fmt: skip
+
+    def _publish_kernel(self, top_k: int, *, two_shot: bool) -> Any:
+        return compiled(
+            PublishKernel, PUBLISH_ARGUMENTS, self.device,
+            hidden=self.shape.hidden_size, ranks=self.ranks, top_k=top_k, two_shot=two_shot,
+            capacity=self.shape.max_num_tokens if two_shot else max(1, self.one_shot_capacity),
+            **self._form(None if two_shot else self.one_shot),
+        )  # fmt: skip
+
+    def _owner_kernel(self) -> Any:
+        return compiled(
+            OwnerKernel, OWNER_ARGUMENTS, self.device,
+            hidden=self.shape.hidden_size, ranks=self.ranks, capacity=self.shape.max_num_tokens,
+            **self._form(self.reduced),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def all_reduce(self, x: Tensor, boundary: Boundary) -> Result:
+        return self._call(x, None, boundary)
+
+    def finalize(self, routed: Routed, boundary: Boundary) -> Result:
+        return self._call(routed.shared_output, routed, boundary)
+
+    def _call(self, x: Tensor, routed: Routed | None, boundary: Boundary) -> Result:
+        rows = x.shape[0]
+        fits = self.ranks == 1 or self.fabric.ranks_on_device == 1 or rows <= self.resident_rows
+        require(fits, f"{rows} rows on ranks that share a GPU: at most {self.resident_rows}, or publish and collect")
+        if rows < self._two_shot_from(routed) and rows <= self.fused_rows:
+            self._check_idle()
+            return self._launch_boundary("fused", x, routed, boundary, rows)
+        self.publish(x, routed)
+        self.sum_owned()
+        return self.collect(boundary)
+
+    def _two_shot_from(self, routed: Routed | None) -> int:
+        return self.bt_min_rows if routed is None else self.bt_min_finalize_rows
+
+    def _check_idle(self) -> None:
+        self.watchdog.check()
+        if self._pending is not None:
+            raise RuntimeError("a published contribution is still unreduced")
+
+    def publish(self, x: Tensor, routed: Routed | None = None) -> None:
+        """Store this rank's contribution into the peers' mailboxes; ``sum_owned`` and ``collect`` must follow."""
+        self._check_idle()
+        rows = x.shape[0]
+        two_shot = rows >= self._two_shot_from(routed)
+        mailbox = None if self.ranks == 1 else self.contributions if two_shot else self.one_shot
+        require(mailbox is not None, "one rank has no mailbox to publish into: call the collective itself")
+        assert mailbox is not None
+        kernel = self._publish_kernel(0 if routed is None else self.shape.top_k, two_shot=two_shot)
+        state = self.two_shot_state if two_shot else self.one_shot_state
+        kernel(
+            x.data_ptr(), *_routes(routed), mailbox.peer_pointers.data_ptr(), mailbox.multicast_pointer,
+            state.data_ptr(), self.fabric.rank, rows, current_stream(self.device),
+        )  # fmt: skip
+        self._pending = (rows, two_shot)
+
+    def sum_owned(self) -> None:
+        """Two-shot only: sum the tokens that this rank owns and send the sums to every rank."""
+        if self._pending is None:
+            raise RuntimeError("no published contribution to sum")
+        rows, two_shot = self._pending
+        if two_shot:
+            self._owner_kernel()(
+                self.contributions.local.data_ptr(), self.reduced.peer_pointers.data_ptr(),
+                self.reduced.multicast_pointer, self.two_shot_state.data_ptr(), self.watchdog.control, self.budget,
+                self.instance, self.fabric.rank, rows, current_stream(self.device),
+            )  # fmt: skip
+
+    def collect(self, boundary: Boundary) -> Result:
+        """Wait for the ranks' contributions to the published rows and carry their sum over the boundary."""
+        if self._pending is None:
+            raise RuntimeError("no published contribution to collect")
+        rows, two_shot = self._pending
+        result = self._launch_boundary("reduced" if two_shot else "collect", None, None, boundary, rows)
+        self._pending = None
+        return result
+
+    def _launch_boundary(
+        self, source: str, x: Tensor | None, routed: Routed | None, boundary: Boundary, rows: int
+    ) -> Result:
+        pre, norm, mxfp8 = boundary.pre, boundary.norm_weight, boundary.mxfp8_out
+        kind = "residual" if pre is None else "plain" if mxfp8 is None else "quantize"
+        kernel = self._boundary_kernel(source, kind, 0 if routed is None else self.shape.top_k)
+        streams = torch.empty_like(boundary.residual)
+        output = None if pre is None else streams.new_empty(rows, self.shape.hidden_size)
+        mailbox = None if self.ranks == 1 else self.reduced if source == "reduced" else self.one_shot
+        state = self.two_shot_state if source == "reduced" else self.one_shot_state
+        values, scales = mxfp8 if mxfp8 is not None else (None, None)
+        kernel(
+            _address(x), *_routes(routed),
+            boundary.residual.data_ptr(), boundary.post.data_ptr(), boundary.comb.data_ptr(), _address(pre),
+            _address(norm), boundary.norm_eps, streams.data_ptr(), _address(output), _address(values), _address(scales),
+            0 if mailbox is None else mailbox.local.data_ptr(),
+            0 if mailbox is None else mailbox.peer_pointers.data_ptr(),
+            0 if mailbox is None else mailbox.multicast_pointer,
+            state.data_ptr(), self.watchdog.control, self.budget, self.instance, self.fabric.rank, rows,
+            current_stream(self.device),
+        )  # fmt: skip
+        return streams, output
+
+    def publish_target(self, rows: int) -> tuple[int, int, int, int]:
+        """(peer table, multicast address or 0, state, capacity) for a producer that publishes ``rows`` rows itself.
+
+        One-shot only: it stores row t's fragments at ``push.slot_offset(NEXT, rank, ranks, t, capacity, H)`` of every
+        mailbox of the table, without 0x8000 halves, sets ACTIVE to NEXT, and ``mark_published`` announces it.
+        """
+        require(self.ranks > 1 and rows < self.bt_min_rows, f"{rows} rows are not published one-shot")
+        table = self.one_shot.peer_pointers.data_ptr()
+        return table, self.one_shot.multicast_pointer, self.one_shot_state.data_ptr(), self.one_shot_capacity
+
+    def mark_published(self, rows: int) -> None:
+        """A producer has been launched that publishes ``rows`` rows; ``collect`` must follow."""
+        self._check_idle()
+        self._pending = (rows, False)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _routes(routed: Routed | None) -> tuple[int, int, int]:
+    if routed is None:
+        return 0, 0, 0
+    return (
+        routed.gemm2_permuted.data_ptr(),
+        routed.expert_weights.data_ptr(),
+        routed.expanded_idx_to_permuted_idx.data_ptr(),
+    )

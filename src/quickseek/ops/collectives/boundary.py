@@ -1,0 +1,428 @@
+"""The boundary kernel: rank sum, mHC post, collapse, RMSNorm and MXFP8 copy (spec/decode.md B.6).
+
+One body, three sources: "collect" polls the one-shot mailbox, "reduced" polls the rows that two-shot owners sent, and
+"fused" publishes this rank's contribution itself and needs all its blocks resident. All give the same bits.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from quickseek.ops import ptx
+from quickseek.ops.collectives.push import (
+    ACTIVE,
+    ARRIVED,
+    FRAGMENT,
+    NEXT,
+    SENTINEL,
+    finalized,
+    load_peers,
+    load_routes,
+    next_generation,
+    push_everywhere,
+    rank_sum,
+    sanitised,
+    slot_offset,
+)
+from quickseek.ops.collectives.wait import BoundedWait
+
+BYTES = FRAGMENT * 2
+A8_FLOOR = 1e-4
+A8_RECIPROCAL = float.fromhex("0x1.24924ap-9")
+"""FP32 1/448 (bits 0x3B124925)."""
+FLOAT32_MAX = float.fromhex("0x1.fffffep127")
+
+
+class BoundaryKernel:
+    """Grid (rows, cluster), one cluster a row, ``threads`` a block, one or more fragments of 8 elements a thread.
+
+    Read before the grid wait: the norm weight and the peer table, which no kernel of a step writes. Streams, mixes,
+    contributions, generations and mailboxes are read after it, and nothing is written before it.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        streams: int,
+        ranks: int,
+        capacity: int,
+        threads: int,
+        cluster: int,
+        *,
+        source: str,
+        normalise: bool,
+        quantize: bool,
+        top_k: int,
+        form: str,
+        stride: int = 0,
+    ) -> None:
+        self.hidden, self.streams, self.ranks, self.capacity = hidden, streams, ranks, capacity
+        self.threads, self.cluster, self.warps = threads, cluster, threads // 32
+        self.fragments = hidden // FRAGMENT
+        self.trips = -(-self.fragments // (threads * cluster))
+        self.source, self.normalise, self.quantize, self.top_k = source, normalise, quantize, top_k
+        self.form, self.stride = form, stride
+        self.fused = source == "fused"
+        self.polled = 1 if source == "reduced" else ranks
+        self.wait = BoundedWait(ranks, 2 if source == "reduced" else 0, halves=True)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: Int64,
+        gemm2: Int64,
+        weights: Int64,
+        indices: Int64,
+        residual: Int64,
+        post: Int64,
+        comb: Int64,
+        pre: Int64,
+        gamma: Int64,
+        epsilon: Float32,
+        streams: Int64,
+        output: Int64,
+        values: Int64,
+        scales: Int64,
+        mailbox: Int64,
+        table: Int64,
+        multicast: Int64,
+        state: Int64,
+        control: Int64,
+        budget: Int64,
+        instance: Int32,
+        rank: Int32,
+        rows: Int32,
+        stream: Any,
+    ) -> None:
+        self.kernel(
+            x, gemm2, weights, indices, residual, post, comb, pre, gamma, epsilon, streams, output, values, scales,
+            mailbox, table, multicast, state, control, budget, instance, rank, rows,
+        ).launch(
+            grid=(rows, self.cluster, 1), block=(self.threads, 1, 1), cluster=(1, self.cluster, 1),
+            stream=stream, use_pdl=True,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: Int64,
+        gemm2: Int64,
+        weights: Int64,
+        indices: Int64,
+        residual: Int64,
+        post: Int64,
+        comb: Int64,
+        pre: Int64,
+        gamma: Int64,
+        epsilon: Float32,
+        streams: Int64,
+        output: Int64,
+        values: Int64,
+        scales: Int64,
+        mailbox: Int64,
+        table: Int64,
+        multicast: Int64,
+        state: Int64,
+        control: Int64,
+        budget: Int64,
+        instance: Int32,
+        rank: Int32,
+        rows: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        token, block, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        partials = Int32(0)
+        barrier = Int32(0)
+        if cutlass.const_expr(self.normalise):
+            slots = self.cluster * self.warps
+            partials = cute.arch.alloc_smem(Float32, slots, 16).toint()
+            if cutlass.const_expr(self.cluster > 1):
+                barrier = cute.arch.alloc_smem(Int64, 1, 8).toint()
+                if thread == 0:
+                    ptx.expect_bytes(barrier, 4 * slots)
+                # A block may store into its siblings' shared memory only once they run and expect it.
+                cute.arch.cluster_arrive_relaxed()
+        peers = load_peers(table, self.ranks) if cutlass.const_expr(self.fused and self.ranks > 1) else []
+        gammas = cute.make_rmem_tensor((4 * self.trips,), Uint32)
+        if cutlass.const_expr(self.normalise):
+            for trip in cutlass.range_constexpr(self.trips):
+                self.load_gamma(gammas, trip, gamma, self.fragment(trip, block, thread))
+        if cutlass.const_expr(self.normalise and self.cluster > 1):
+            cute.arch.cluster_wait()
+        cute.arch.griddepcontrol_wait()
+
+        generation = Int32(0)
+        aborted = Uint32(0)
+        if cutlass.const_expr(self.ranks > 1):
+            word = NEXT if cutlass.const_expr(self.fused) else ACTIVE
+            generation = ptx.load_volatile_word(state + word).bitcast(Int32)
+            aborted = ptx.load_volatile_word(control)
+        first = mailbox + slot_offset(generation, 0, self.polled, token, self.capacity, self.hidden)
+        slots = self.capacity * self.hidden * 2
+        # A multicast store reaches the own mailbox too, where it must be read and cleared like any other.
+        own = rank if cutlass.const_expr(self.fused and self.form == "unicast") else Int32(-1)
+        held = cute.make_rmem_tensor((4 * self.streams * self.trips,), Uint32)
+        packs = cute.make_rmem_tensor((4 * self.polled * self.trips,), Uint32)
+        collapsed = cute.make_rmem_tensor((4 * self.trips,), Uint32)
+        collapsed.fill(0)
+
+        # Everything this rank sends leaves before it waits for anything, and every load is under way before that.
+        for trip in cutlass.range_constexpr(self.trips):
+            fragment = self.fragment(trip, block, thread)
+            if fragment < self.fragments:
+                column = Int64(fragment) * BYTES
+                if cutlass.const_expr(self.fused and self.top_k > 0):
+                    routes = load_routes(weights, indices, token, self.top_k)
+                elif cutlass.const_expr(self.fused):
+                    words = ptx.load_pack(x + Int64(token) * (self.hidden * 2) + column)
+                for lane in cutlass.range_constexpr(self.streams):
+                    address = residual + self.stream_offset(token, lane, fragment)
+                    self.keep(held, trip * self.streams + lane, ptx.load_pack(address))
+                if cutlass.const_expr(self.fused):
+                    if cutlass.const_expr(self.top_k > 0):
+                        words = finalized(routes, gemm2, x, token, column, self.hidden)
+                    self.contribute(packs, trip, sanitised(words), token, column, generation, rank, peers, multicast)
+        mixes = self.load_mixes(post, comb, pre, token)
+        arrived = Uint32(0)
+        if cutlass.const_expr(self.fused and self.ranks > 1):
+            # Not before every thread of the block has its generation.
+            cute.arch.sync_threads()
+            if thread == 0:
+                arrived = ptx.atomic_add(state + ARRIVED, Uint32(1))
+
+        for trip in cutlass.range_constexpr(self.trips):
+            fragment = self.fragment(trip, block, thread)
+            if fragment < self.fragments:
+                part = cute.make_rmem_tensor((4 * self.polled,), Uint32)
+                for word in cutlass.range_constexpr(4 * self.polled):
+                    part[word] = packs[4 * self.polled * trip + word]
+                if cutlass.const_expr(self.ranks > 1):
+                    self.wait.poll(
+                        part, first + Int64(fragment) * BYTES, slots, self.polled, own,
+                        aborted, control, budget, instance, rank, generation, token, fragment,
+                    )  # fmt: skip
+                self.spread(part, held, trip, mixes, collapsed)
+
+        # The exchange of partial sums is under way while the streams are written.
+        if cutlass.const_expr(self.normalise):
+            self.share(partials, barrier, self.square_sum(collapsed), block, thread)
+        for trip in cutlass.range_constexpr(self.trips):
+            fragment = self.fragment(trip, block, thread)
+            if fragment < self.fragments:
+                for lane in cutlass.range_constexpr(self.streams):
+                    place = 4 * (trip * self.streams + lane)
+                    words = [held[place + word] for word in range(4)]
+                    ptx.store_pack(streams + self.stream_offset(token, lane, fragment), words)
+                if cutlass.const_expr(self.ranks > 1):
+                    for source in cutlass.range_constexpr(self.polled):
+                        if source != own:
+                            slot = first + Int64(fragment) * BYTES + source * slots
+                            ptx.store_pack(slot, [Uint32(SENTINEL)] * 4)
+        if cutlass.const_expr(self.ranks > 1):
+            self.advance(state, control, instance, rank, generation, token, block, thread, rows, arrived, aborted)
+        if cutlass.const_expr(self.normalise):
+            self.norm(
+                collapsed, gammas, partials, barrier, epsilon, output, values, scales, token, block, thread, rows
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------ addresses
+
+    def fragment(self, trip: int, block: Any, thread: Any) -> Any:
+        return (trip * self.cluster + block) * self.threads + thread
+
+    def stream_offset(self, token: Any, lane: int, fragment: Any) -> Any:
+        return (Int64(token) * self.streams + lane) * (self.hidden * 2) + Int64(fragment) * BYTES
+
+    @staticmethod
+    def keep(tensor: Any, index: int, pack: Any) -> None:
+        for word in range(4):
+            tensor[4 * index + word] = pack[word]
+
+    @cute.jit
+    def load_gamma(self, gammas: Any, trip: cutlass.Constexpr, gamma: Any, fragment: Any) -> None:
+        if fragment < self.fragments:
+            self.keep(gammas, trip, ptx.load_pack(gamma + Int64(fragment) * BYTES))
+
+    def load_mixes(self, post: Any, comb: Any, pre: Any, token: Any) -> Any:
+        """post [hc], comb [hc][hc] and pre [hc] of the row, FP32 in registers."""
+        count = self.streams
+        row = Int64(token) * (4 * count)
+        spread = [word.bitcast(Float32) for word in ptx.load_words(post + row, count)]
+        mixing = [word.bitcast(Float32) for word in ptx.load_words(comb + row * count, count * count)]
+        collapse = []
+        if self.normalise:
+            collapse = [word.bitcast(Float32) for word in ptx.load_words(pre + row, count)]
+        return spread, mixing, collapse
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def contribute(
+        self,
+        packs: Any,
+        trip: int,
+        words: Any,
+        token: Any,
+        column: Any,
+        generation: Any,
+        rank: Any,
+        peers: Any,
+        multicast: Any,
+    ) -> None:
+        """Send this rank's fragment to the peers and keep it as every source's value, for the poll to overwrite."""
+        if self.ranks > 1:
+            own = rank if self.form == "unicast" else None
+            offset = slot_offset(generation, rank, self.ranks, token, self.capacity, self.hidden) + column
+            push_everywhere(peers, multicast, self.form, offset, words, own=own, stride=self.stride)
+        for source in range(self.polled):
+            self.keep(packs, trip * self.polled + source, words)
+
+    def spread(self, packs: Any, held: Any, trip: int, mixes: Any, collapsed: Any) -> None:
+        """mHC post of one fragment, in place of the streams held, and its collapse (spec/decode.md 0.1)."""
+        post, comb, pre = mixes
+        reduced = self.floats(rank_sum(packs, self.polled))
+        residual = [
+            self.floats([held[4 * (trip * self.streams + lane) + word] for word in range(4)])
+            for lane in range(self.streams)
+        ]
+        total = [Float32(0.0)] * FRAGMENT
+        for target in range(self.streams):
+            mixed = []
+            for index in range(FRAGMENT):
+                value = ptx.multiply(reduced[index], post[target])
+                for lane in range(self.streams):
+                    value = ptx.fused_multiply_add(residual[lane][index], comb[lane * self.streams + target], value)
+                mixed.append(value)
+            words = [ptx.pack_bf16(mixed[2 * word], mixed[2 * word + 1]) for word in range(4)]
+            self.keep(held, trip * self.streams + target, words)
+            if self.normalise:
+                total = [
+                    ptx.fused_multiply_add(value, pre[target], before)
+                    for value, before in zip(self.floats(words), total, strict=True)
+                ]
+        if self.normalise:
+            self.keep(collapsed, trip, [ptx.pack_bf16(total[2 * word], total[2 * word + 1]) for word in range(4)])
+
+    @staticmethod
+    def floats(words: Any) -> list[Any]:
+        return [half for word in words for half in ptx.unpack_bf16(word)]
+
+    @cute.jit
+    def norm(
+        self,
+        collapsed: Any,
+        gammas: Any,
+        partials: Any,
+        barrier: Any,
+        epsilon: Any,
+        output: Any,
+        values: Any,
+        scales: Any,
+        token: Any,
+        block: Any,
+        thread: Any,
+        rows: Any,
+    ) -> None:
+        """RMSNorm over the cluster, in an order of additions that the geometry alone fixes."""
+        if cutlass.const_expr(self.cluster > 1):
+            ptx.await_bytes(barrier)
+        else:
+            cute.arch.sync_threads()
+        total = ptx.load_shared(partials)
+        for slot in cutlass.range_constexpr(1, self.cluster * self.warps):
+            total = total + ptx.load_shared(partials + 4 * slot)
+        inverse = ptx.reciprocal_sqrt(ptx.fused_multiply_add(total, Float32(1.0 / self.hidden), epsilon))
+        for trip in cutlass.range_constexpr(self.trips):
+            fragment = self.fragment(trip, block, thread)
+            if fragment < self.fragments:
+                row = Int64(token) * self.hidden
+                kept = self.floats([collapsed[4 * trip + word] for word in range(4)])
+                weight = self.floats([gammas[4 * trip + word] for word in range(4)])
+                scaled = [
+                    ptx.multiply(ptx.multiply(value, inverse), gain) for value, gain in zip(kept, weight, strict=True)
+                ]
+                words = [ptx.pack_bf16(scaled[2 * word], scaled[2 * word + 1]) for word in range(4)]
+                ptx.store_pack(output + row * 2 + Int64(fragment) * BYTES, words)
+                if cutlass.const_expr(self.quantize):
+                    self.copy_a8(words, values + row + Int64(fragment) * FRAGMENT, scales, token, fragment)
+        if cutlass.const_expr(self.quantize):
+            self.zero_padding(scales, token, block, thread, rows)
+
+    def square_sum(self, collapsed: Any) -> Any:
+        """A warp's sum of squares, the same in all its lanes."""
+        total = Float32(0.0)
+        for value in self.floats([collapsed[word] for word in range(4 * self.trips)]):
+            total = ptx.fused_multiply_add(value, value, total)
+        return cute.arch.warp_reduction_sum(total)
+
+    @cute.jit
+    def share(self, partials: Any, barrier: Any, total: Any, block: Any, thread: Any) -> None:
+        """Send a warp's partial sum to every block of the cluster; ``norm`` waits for all of them."""
+        lane, slot = thread % 32, block * self.warps + thread // 32
+        if cutlass.const_expr(self.cluster > 1):
+            if lane < self.cluster:
+                ptx.send_cluster(partials + 4 * slot, barrier, lane, total)
+        else:
+            if lane == 0:
+                ptx.store_shared(partials + 4 * slot, total)
+
+    @cute.jit
+    def copy_a8(self, words: Any, values: Any, scales: Any, token: Any, fragment: Any) -> None:
+        """A8 of the rounded output (equality.md 1.2): four neighbouring threads hold the 32 values of a scale."""
+        numbers = self.floats(words)
+        largest = Float32(0.0)
+        for number in numbers:
+            largest = ptx.maximum(largest, ptx.maximum(number, -number))
+        for distance in (1, 2):
+            largest = ptx.maximum(largest, cute.arch.shuffle_sync_bfly(largest, offset=distance))
+        largest = ptx.maximum(ptx.minimum(largest, Float32(FLOAT32_MAX)), Float32(A8_FLOOR))
+        bits = ptx.multiply(largest, Float32(A8_RECIPROCAL)).bitcast(Uint32)
+        exponent = (bits >> Uint32(23)) + ptx.choose((bits & Uint32(0x7FFFFF)) != Uint32(0), Uint32(1), Uint32(0))
+        inverse = ((Uint32(254) - exponent) << Uint32(23)).bitcast(Float32)
+        scaled = [ptx.multiply(number, inverse) for number in numbers]
+        ptx.store_pair(values, [ptx.pack_e4m3(scaled[:4]), ptx.pack_e4m3(scaled[4:])])
+        if fragment % 4 == 0:
+            ptx.store_byte(scales + self.scale_offset(token, fragment // 4), exponent)
+
+    def scale_offset(self, row: Any, column: Any) -> Any:
+        """Byte of a scale in the swizzled 128x4 layout (spec/decode.md B.6.1)."""
+        tile = (row // 128) * (self.hidden // 128) + column // 4
+        return Int64(tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4)
+
+    @cute.jit
+    def zero_padding(self, scales: Any, token: Any, block: Any, thread: Any, rows: Any) -> None:
+        """Zero the scales of rows that fill up the last tile, a word at a time over the whole grid."""
+        words = self.hidden // 128
+        start = (token * self.cluster + block) * self.threads + thread
+        end = ((rows + 127) // 128 * 128 - rows) * words
+        for index in cutlass.range(start, end, rows * self.cluster * self.threads, unroll=1):
+            ptx.store_word(scales + self.scale_offset(rows + index // words, 4 * (index % words)), Uint32(0))
+
+    @cute.jit
+    def advance(
+        self,
+        state: Any,
+        control: Any,
+        instance: Any,
+        rank: Any,
+        generation: Any,
+        token: Any,
+        block: Any,
+        thread: Any,
+        rows: Any,
+        arrived: Any,
+        aborted: Any,
+    ) -> None:
+        """Turn the generation once: in the fused form by the last block to have read it."""
+        if thread == 0:
+            if cutlass.const_expr(self.fused):
+                if arrived == Uint32(rows * self.cluster - 1):
+                    ptx.store_word(state + ARRIVED, Uint32(0))
+                    ptx.store_word(state + NEXT, next_generation(generation))
+            if token == 0 and block == 0:
+                if cutlass.const_expr(self.source == "collect"):
+                    ptx.store_word(state + NEXT, next_generation(generation))
+                if aborted != Uint32(0):
+                    self.wait.report(control, instance, rank, generation, token, Int32(0), Uint32(0))

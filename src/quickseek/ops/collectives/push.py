@@ -1,0 +1,113 @@
+"""What a rank contributes and where it stores it: shared by the publishing and the fused kernels (spec/decode.md B.4).
+
+Mailboxes: one-shot BF16 [3 generations][source][capacity][H] on every rank; two-shot contributions
+[3][source][owner capacity][H] on the owner of a token (rank token % ranks, row token // ranks) and reduced rows
+[3][capacity][H] on every rank. Every half rests at 0x8000.
+"""
+
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, Uint32
+
+from quickseek.ops import ptx
+
+GENERATIONS = 3
+FRAGMENT = 8
+"""BF16 elements that one thread moves at a time: 16 bytes."""
+SENTINEL = 0x80008000
+
+NEXT, ACTIVE, ARRIVED = 0, 4, 8
+"""Byte offsets of the state words: generation of the next publish, of the publish in flight, blocks that have read
+NEXT."""
+
+
+def next_generation(generation: Any) -> Any:
+    following = generation + Int32(1)
+    return ptx.choose(following == Int32(GENERATIONS), Int32(0), following)
+
+
+def slot_offset(generation: Any, source: Any, sources: int, token: Any, capacity: int, hidden: int) -> Any:
+    """Byte offset of a token's row in a mailbox [3][sources][capacity][hidden]."""
+    row = (Int64(generation) * sources + Int64(source)) * capacity + Int64(token)
+    return row * (hidden * 2)
+
+
+def sanitised(words: Any) -> list[Any]:
+    """Packed BF16 words without a sentinel half."""
+    return [ptx.positive_zeros(word) for word in words]
+
+
+def load_peers(table: Any, ranks: int) -> list[Any]:
+    """The ranks' mailbox addresses: constant data, so it may be read before the grid wait."""
+    return [ptx.load_address(table + 8 * peer) for peer in range(ranks)]
+
+
+def push_everywhere(
+    peers: list[Any], multicast: Any, form: str, offset: Any, pack: Any, *, own: Any = None, stride: int = 0
+) -> None:
+    """Store a pack at ``offset`` of every rank's mailbox, rank ``own`` excepted.
+
+    ``form``: "unicast"; "multicast" (one multimem store, which reaches the own copy too); "replay", the addressing of
+    multicast with plain stores for ranks whose copies lie ``stride`` bytes apart.
+    """
+    if form == "multicast":
+        ptx.multicast_pack(multicast + offset, pack)
+        return
+    for peer, base in enumerate(peers):
+        target = multicast + peer * stride if form == "replay" else base
+        _push_unless(target + offset, pack, own, peer)
+
+
+def _push_unless(address: Any, pack: Any, own: Any, peer: int) -> None:
+    if own is None:
+        ptx.push_pack(address, pack)
+    else:
+        ptx.push_pack_if(own != Int32(peer), address, pack)
+
+
+def load_routes(weights: Any, indices: Any, token: Any, top_k: int) -> tuple[list[Any], list[Any]]:
+    """A row's indices and weights."""
+    base = Int64(token) * (top_k * 4)
+    places = [ptx.load_word(indices + base + 4 * k).bitcast(Int32) for k in range(top_k)]
+    return places, [ptx.load_word(weights + base + 4 * k).bitcast(Float32) for k in range(top_k)]
+
+
+def finalized(
+    routes: tuple[list[Any], list[Any]], gemm2: Any, shared: Any, token: Any, column: Any, hidden: int
+) -> list[Any]:
+    """Packed BF16 words of sum_k weight_k * gemm2[index_k] + shared at byte ``column`` of a row (spec/decode.md B.5).
+
+    FP32, k ascending, shared last, rounded once. A negative index stands for an expert of another rank: its row is
+    not read and its weight counts as zero. Every row is requested before the first is used.
+    """
+    row_bytes = hidden * 2
+    shared_address = shared + Int64(token) * row_bytes + column
+    held = [place >= Int32(0) for place in routes[0]]
+    rows = [
+        ptx.load_pack(ptx.choose(here, gemm2 + Int64(place) * row_bytes + column, shared_address))
+        for here, place in zip(held, routes[0], strict=True)
+    ]
+    last = ptx.load_pack(shared_address)
+    sums = [Float32(0.0)] * FRAGMENT
+    for here, scale, row in zip(held, routes[1], rows, strict=True):
+        weight = ptx.choose(here, scale, Float32(0.0))
+        for index, word in enumerate(row):
+            low, high = ptx.unpack_bf16(ptx.choose(here, word, Uint32(0)))
+            sums[2 * index] = ptx.fused_multiply_add(low, weight, sums[2 * index])
+            sums[2 * index + 1] = ptx.fused_multiply_add(high, weight, sums[2 * index + 1])
+    for index, word in enumerate(last):
+        low, high = ptx.unpack_bf16(word)
+        sums[2 * index], sums[2 * index + 1] = sums[2 * index] + low, sums[2 * index + 1] + high
+    return [ptx.pack_bf16(sums[2 * index], sums[2 * index + 1]) for index in range(4)]
+
+
+def rank_sum(packs: Any, sources: int) -> list[Any]:
+    """Packed BF16 words of the sum of ``sources`` packs: FP32, ranks ascending, rounded once."""
+    words = []
+    for index in range(4):
+        low, high = Float32(0.0), Float32(0.0)
+        for source in range(sources):
+            more_low, more_high = ptx.unpack_bf16(packs[4 * source + index])
+            low, high = low + more_low, high + more_high
+        words.append(ptx.pack_bf16(low, high))
+    return words
