@@ -12,7 +12,10 @@ from quickseek.checkpoint.miniature import miniature_config, miniature_tensors, 
 from quickseek.checkpoint.miniature_tokenizer import CONTROL_TOKENS, build_tokenizer
 from quickseek.checkpoint.reader import Checkpoint
 from quickseek.checkpoint.recipe import logical_shape, logical_weight
+from quickseek.errors import TokenizerError
 from quickseek.formats import dequantize_a8, dequantize_fp4_rows, dequantize_fp8_blocks
+from quickseek.tokenizer.compressed_ids import check_compressed_count, compressed_id_table
+from quickseek.tokenizer.tokenizer import Tokenizer as ModelTokenizer
 
 NAMES = ("tiny", "tiny-tp", "mid")
 
@@ -179,3 +182,12 @@ def test_a_vocabulary_that_the_fillers_cannot_fill_is_refused(vocab_size: int) -
 def test_the_written_tokenizer_is_the_built_one(tiny: Path) -> None:
     written = Tokenizer.from_file(str(tiny / "tokenizer.json"))
     assert written.get_vocab(with_added_tokens=True) == build_tokenizer(512).get_vocab(with_added_tokens=True)
+
+
+def test_the_written_tokenizer_passes_the_check_that_the_model_makes(tiny: Path) -> None:
+    config = miniature_config("tiny")
+    table = compressed_id_table(ModelTokenizer.from_directory(tiny), config.vocab_size)
+    assert table.tolist() == compressed_ids(build_tokenizer(512), 512)
+    check_compressed_count(table, config.engram_compressed_vocab_size)
+    with pytest.raises(TokenizerError):
+        check_compressed_count(table, config.engram_compressed_vocab_size + 1)
