@@ -1,0 +1,30 @@
+"""Fixtures of all tests: the golden checkpoint and the miniature as models, loaded once in a session."""
+
+import golden_data
+import pytest
+
+from quickseek.model.causal_lm import CausalLM
+
+
+@pytest.fixture(scope="session")
+def exact_model() -> CausalLM:
+    """The golden checkpoint in exact float32."""
+    return golden_data.base_model(golden_data.EXACT)
+
+
+@pytest.fixture(scope="session")
+def cache_quantised_model() -> CausalLM:
+    """The golden checkpoint in float32 with fake-quantised caches."""
+    return golden_data.base_model(golden_data.CACHE_QUANTISED)
+
+
+@pytest.fixture(scope="session")
+def released_model() -> CausalLM:
+    """The golden checkpoint in trained mode, the routing weight where the released reference has it."""
+    return golden_data.base_model(golden_data.RELEASED)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> CausalLM:
+    """The miniature of spec/model.md 15 in float64, from its unquantised weights."""
+    return golden_data.tiny_model()
