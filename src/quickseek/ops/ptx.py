@@ -11,15 +11,13 @@ import cutlass
 from cutlass import Float32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
-Pack = tuple[Any, Any, Any, Any]
 
-
-def load_pack(address: Any) -> Pack:
-    """16 bytes of ordinary global memory."""
+def load_pack(address: Any) -> Any:
+    """16 bytes, as four words, of ordinary global memory."""
     return _load_pack("ld.global.v4.u32", address)
 
 
-def load_volatile_pack(address: Any) -> Pack:
+def load_volatile_pack(address: Any) -> Any:
     """16 bytes that a peer or another block may be writing: always from the L2 of the memory's home."""
     return _load_pack("ld.volatile.global.v4.u32", address)
 
@@ -216,7 +214,7 @@ def has_negative_zero(word: Any) -> Any:
     return (flipped - Uint32(0x00010001)) & (flipped ^ Uint32(0xFFFFFFFF)) & Uint32(0x80008000)
 
 
-def _load_pack(instruction: str, address: Any) -> Pack:
+def _load_pack(instruction: str, address: Any) -> Any:
     return inline_ptx(
         instruction + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,

@@ -8,7 +8,7 @@ from torch import Tensor
 from quickseek.ops.collectives.boundary import BoundaryKernel
 from quickseek.ops.collectives.compiled import compiled, current_stream
 from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
-from quickseek.ops.collectives.push import GENERATIONS
+from quickseek.ops.collectives.push import GENERATIONS, form_of
 from quickseek.ops.collectives.spec import AllReduceShape, Boundary, Result, Routed, require
 from quickseek.ops.collectives.thresholds import Thresholds, thresholds
 from quickseek.parallel.fabric import Fabric, Mailbox
@@ -122,14 +122,8 @@ class FusedAllReduceMHC:
             kinds.append("residual")
         return kinds
 
-    def _form(self, mailbox: Mailbox | None) -> dict[str, Any]:
-        if mailbox is None or not mailbox.multicast_pointer:
-            return {"form": "unicast"}
-        stride = mailbox.replay_stride
-        return {"form": "replay", "stride": stride} if stride else {"form": "multicast"}
-
     def _boundary_kernel(self, source: str, kind: str, top_k: int) -> Any:
-        fused_form = self._form(self.one_shot) if source == "fused" and self.ranks > 1 else self._form(None)
+        fused_form = form_of(self.one_shot if source == "fused" and self.ranks > 1 else None)
         return compiled(
             BoundaryKernel, BOUNDARY_ARGUMENTS, self.device,
             hidden=self.shape.hidden_size, streams=self.shape.hc_mult, ranks=self.ranks,
@@ -143,14 +137,14 @@ class FusedAllReduceMHC:
             PublishKernel, PUBLISH_ARGUMENTS, self.device,
             hidden=self.shape.hidden_size, ranks=self.ranks, top_k=top_k, two_shot=two_shot,
             capacity=self.shape.max_num_tokens if two_shot else max(1, self.one_shot_capacity),
-            **self._form(None if two_shot else self.one_shot),
+            **form_of(None if two_shot else self.one_shot),
         )  # fmt: skip
 
     def _owner_kernel(self) -> Any:
         return compiled(
             OwnerKernel, OWNER_ARGUMENTS, self.device,
             hidden=self.shape.hidden_size, ranks=self.ranks, capacity=self.shape.max_num_tokens,
-            **self._form(self.reduced),
+            **form_of(self.reduced),
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ calls

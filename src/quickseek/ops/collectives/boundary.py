@@ -157,8 +157,7 @@ class BoundaryKernel:
         generation = Int32(0)
         aborted = Uint32(0)
         if cutlass.const_expr(self.ranks > 1):
-            word = NEXT if cutlass.const_expr(self.fused) else ACTIVE
-            generation = ptx.load_volatile_word(state + word).bitcast(Int32)
+            generation = ptx.load_volatile_word(state + (NEXT if self.fused else ACTIVE)).bitcast(Int32)
             aborted = ptx.load_volatile_word(control)
         first = mailbox + slot_offset(generation, 0, self.polled, token, self.capacity, self.hidden)
         slots = self.capacity * self.hidden * 2
@@ -197,8 +196,7 @@ class BoundaryKernel:
             fragment = self.fragment(trip, block, thread)
             if fragment < self.fragments:
                 part = cute.make_rmem_tensor((4 * self.polled,), Uint32)
-                for word in cutlass.range_constexpr(4 * self.polled):
-                    part[word] = packs[4 * self.polled * trip + word]
+                self.copy(part, packs, 4 * self.polled * trip)
                 if cutlass.const_expr(self.ranks > 1):
                     self.wait.poll(
                         part, first + Int64(fragment) * BYTES, slots, self.polled, own,
@@ -235,6 +233,10 @@ class BoundaryKernel:
 
     def stream_offset(self, token: Any, lane: int, fragment: Any) -> Any:
         return (Int64(token) * self.streams + lane) * (self.hidden * 2) + Int64(fragment) * BYTES
+
+    def copy(self, target: Any, source: Any, start: int) -> None:
+        for word in range(4 * self.polled):
+            target[word] = source[start + word]
 
     @staticmethod
     def keep(tensor: Any, index: int, pack: Any) -> None:

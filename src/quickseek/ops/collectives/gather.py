@@ -14,6 +14,7 @@ from quickseek.ops.collectives.push import (
     ARRIVED,
     GENERATIONS,
     NEXT,
+    form_of,
     load_peers,
     next_generation,
     push_everywhere,
@@ -136,12 +137,14 @@ class FusedAllGather:
         self.blocks = max(1, MAX_BLOCKS // fabric.ranks_on_device)
         if self.ranks > 1:
             self.mailbox = fabric.allocate([GENERATIONS, self.ranks, self.rank_packs, 4], torch.int32)
-            form = {"form": "unicast"} if not self.mailbox.multicast_pointer else {"form": "multicast"}
-            if self.mailbox.replay_stride:
-                form = {"form": "replay", "stride": self.mailbox.replay_stride}
             self.state = torch.zeros(4, dtype=torch.int32, device=self.device)
             self.kernel = compiled(
-                GatherKernel, ARGUMENTS, self.device, ranks=self.ranks, rank_packs=self.rank_packs, **form
+                GatherKernel,
+                ARGUMENTS,
+                self.device,
+                ranks=self.ranks,
+                rank_packs=self.rank_packs,
+                **form_of(self.mailbox),
             )
             self.refill()
         fabric.barrier()

@@ -10,6 +10,7 @@ from typing import Any
 from cutlass import Float32, Int32, Int64, Uint32
 
 from quickseek.ops import ptx
+from quickseek.parallel.fabric import Mailbox
 
 GENERATIONS = 3
 FRAGMENT = 8
@@ -40,6 +41,14 @@ def sanitised(words: Any) -> list[Any]:
 def load_peers(table: Any, ranks: int) -> list[Any]:
     """The ranks' mailbox addresses: constant data, so it may be read before the grid wait."""
     return [ptx.load_address(table + 8 * peer) for peer in range(ranks)]
+
+
+def form_of(mailbox: Mailbox | None) -> dict[str, Any]:
+    """The ``form`` (and ``stride``) of kernels that store into every copy of a mailbox."""
+    if mailbox is None or not mailbox.multicast_pointer:
+        return {"form": "unicast"}
+    stride = mailbox.replay_stride
+    return {"form": "replay", "stride": stride} if stride else {"form": "multicast"}
 
 
 def push_everywhere(

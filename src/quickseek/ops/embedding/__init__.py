@@ -113,6 +113,7 @@ def _check(ids: Tensor, table: Tensor, embedding: Tensor, streams: Tensor) -> No
     require(ids.ndim == 1 and ids.dtype == torch.int32, f"ids {ids.dtype} {list(ids.shape)}: int32 [n]")
     require(table.ndim == 2 and table.dtype.is_floating_point, f"table {table.dtype} {list(table.shape)}: [vocab, H]")
     require(not table.is_cuda or table.dtype == torch.bfloat16, f"table is {table.dtype}: torch.bfloat16 on CUDA")
+    require(table.shape[0] > 0, "table has no rows")
     rows, hidden = ids.shape[0], table.shape[1]
     require(list(embedding.shape) == [rows, hidden], f"embedding {list(embedding.shape)}: [{rows}, {hidden}]")
     fits = streams.ndim == 3 and streams.shape[0] == rows and streams.shape[2] == hidden and streams.shape[1] > 0
