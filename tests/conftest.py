@@ -1,8 +1,8 @@
 """Fixtures of all tests: the golden checkpoint and the miniature as models, loaded once in a session."""
 
-import golden_data
 import pytest
 
+import golden_data
 from quickseek.model.causal_lm import CausalLM
 
 

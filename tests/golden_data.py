@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ RELEASED = replace(Numerics.trained(), routed_weight="before")
 DOUBLE = Numerics.exact(torch.float64)
 
 
-@lru_cache(maxsize=None)
+@cache
 def golden(name: str) -> Mapping[str, Tensor]:
     """Tensors of tests/golden/base/golden/NAME.safetensors; its README says what each key means."""
     return load_file(BASE / "golden" / f"{name}.safetensors")
@@ -43,7 +43,7 @@ def base_token_map() -> Tensor:
     return golden("engram_constants")["token_map"].to(torch.int64)
 
 
-@lru_cache(maxsize=None)
+@cache
 def base_model(numerics: Numerics) -> CausalLM:
     """The golden checkpoint with its draft head, loaded once per numerics: leave it as you found it."""
     model, _ = load_model(CHECKPOINT, numerics, draft=True)
@@ -60,12 +60,12 @@ def altered_base_model(numerics: Numerics = EXACT, **changes: Any) -> CausalLM:
     return model.eval()
 
 
-@lru_cache(maxsize=None)
+@cache
 def base_config() -> ModelConfig:
     return ModelConfig.from_file(CHECKPOINT)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_weights() -> Mapping[str, Tensor]:
     """The unquantised float64 weights of spec/model.md 15.1."""
     shapes = recipe.logical_shapes(miniature_config("tiny"))
@@ -86,7 +86,7 @@ def altered_tiny_model(*, decoder_replay: bool = False, **changes: Any) -> Causa
     return model.eval()
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_model() -> CausalLM:
     """The float64 model of spec/model.md 15, built once: leave it as you found it."""
     return altered_tiny_model()
