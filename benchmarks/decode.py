@@ -4,6 +4,7 @@
 """
 
 import argparse
+import itertools
 import json
 import platform
 import tempfile
@@ -34,7 +35,7 @@ def main() -> None:
         stamps = []
         for _ in llm.stream(prompt, params):
             stamps.append(time.perf_counter())
-    steps = torch.tensor([b - a for a, b in zip(stamps, stamps[1:], strict=False)]) * 1e3
+    steps = torch.tensor([b - a for a, b in itertools.pairwise(stamps)]) * 1e3
     print(
         json.dumps(
             {

@@ -12,6 +12,7 @@ from quickseek.ops.collectives.spec import (
     AllReduceShape,
     Boundary,
     Implementation,
+    Phases,
     Result,
     Routed,
     check_boundary,
@@ -128,6 +129,51 @@ class AllReduceMHC:
         boundary = Boundary(residual, post, comb, pre, norm_weight, norm_eps, mxfp8_out)
         check_boundary(self.shape, check_routed(self.shape, routed), shared_output.dtype, boundary)
         return self.implementation.finalize(routed, boundary)
+
+    # The phases of a call, for a process that plays several ranks of one GPU: every rank's ``publish`` (or
+    # ``publish_finalize``), then every rank's ``sum_owned``, then every rank's ``collect``.
+
+    def publish(self, x: Tensor) -> None:
+        """Send x [M, H] (TP-partial) to the peers; ``sum_owned`` and ``collect`` must follow on this rank."""
+        check_partial(self.shape, x)
+        self._phases().publish(x)
+
+    def publish_finalize(
+        self,
+        gemm2_permuted: Tensor,
+        expert_weights: Tensor,
+        expanded_idx_to_permuted_idx: Tensor,
+        shared_output: Tensor,
+    ) -> None:
+        """Send the finalized MoE output (as in ``finalize``) to the peers; ``sum_owned`` and ``collect`` must follow."""
+        routed = Routed(gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output)
+        check_routed(self.shape, routed)
+        self._phases().publish(shared_output, routed)
+
+    def sum_owned(self) -> None:
+        """In the two-shot form, sum the tokens that this rank owns; nothing otherwise."""
+        self._phases().sum_owned()
+
+    def collect(
+        self,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        pre: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        mxfp8_out: tuple[Tensor, Tensor] | None = None,
+    ) -> Result:
+        """Wait for every rank's published contribution and carry the sum over the boundary, as ``__call__``."""
+        boundary = Boundary(residual, post, comb, pre, norm_weight, norm_eps, mxfp8_out)
+        phases = self._phases()
+        check_boundary(self.shape, phases.published_rows(), residual.dtype, boundary)
+        return phases.collect(boundary)
+
+    def _phases(self) -> Phases:
+        if not isinstance(self.implementation, Phases):
+            raise NotImplementedError("AllReduceMHC.publish and collect on a CPU")
+        return self.implementation
 
     def reset(self) -> None:
         """Empty the mailboxes after a ``CollectiveTimeout`` or an aborted eager step. Collective."""

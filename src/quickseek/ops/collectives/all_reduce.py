@@ -190,11 +190,18 @@ class FusedAllReduceMHC:
         )  # fmt: skip
         self._pending = (rows, two_shot)
 
+    def published_rows(self) -> int:
+        """The rows that wait to be collected."""
+        return self._published()[0]
+
+    def _published(self) -> tuple[int, bool]:
+        if self._pending is None:
+            raise RuntimeError("no published contribution")
+        return self._pending
+
     def sum_owned(self) -> None:
         """Two-shot only: sum the tokens that this rank owns and send the sums to every rank."""
-        if self._pending is None:
-            raise RuntimeError("no published contribution to sum")
-        rows, two_shot = self._pending
+        rows, two_shot = self._published()
         if two_shot:
             self._owner_kernel()(
                 self.contributions.local.data_ptr(), self.reduced.peer_pointers.data_ptr(),
@@ -204,9 +211,7 @@ class FusedAllReduceMHC:
 
     def collect(self, boundary: Boundary) -> Result:
         """Wait for the ranks' contributions to the published rows and carry their sum over the boundary."""
-        if self._pending is None:
-            raise RuntimeError("no published contribution to collect")
-        rows, two_shot = self._pending
+        rows, two_shot = self._published()
         result = self._launch_boundary("reduced" if two_shot else "collect", None, None, boundary, rows)
         self._pending = None
         return result

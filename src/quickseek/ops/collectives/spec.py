@@ -1,16 +1,14 @@
 """What a fused collective is asked to do, and the checks that come before any launch (spec/decode.md B.7)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from quickseek.ops.quantize import mxfp8_scale_bytes
 from quickseek.parallel.fabric import Fabric
 from quickseek.parallel.world import World
-
-SCALE_BLOCK = 32
-"""Values that share one E8M0 scale (equality.md 1.2)."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +69,23 @@ class Implementation(Protocol):
     def reset(self) -> None: ...
 
 
+@runtime_checkable
+class Phases(Protocol):
+    """An implementation whose calls can be taken apart, so that one process can play several ranks."""
+
+    def publish(self, x: Tensor, routed: Routed | None = None) -> None: ...
+
+    def sum_owned(self) -> None: ...
+
+    def published_rows(self) -> int: ...
+
+    def collect(self, boundary: Boundary) -> Result: ...
+
+
 def require(condition: bool, message: str) -> None:
     """ValueError with ``message`` unless ``condition``."""
     if not condition:
         raise ValueError(message)
-
-
-def swizzled_scale_bytes(rows: int, hidden_size: int) -> int:
-    """Bytes of the swizzled 128x4 scales of [rows, hidden_size] MXFP8 values (spec/decode.md B.6.1)."""
-    columns = -(-hidden_size // SCALE_BLOCK)
-    return -(-rows // 128) * 128 * -(-columns // 4) * 4
 
 
 def check_shape(shape: AllReduceShape, world: World, fabric: Fabric | None) -> None:
@@ -149,7 +154,7 @@ def _check_mxfp8(shape: AllReduceShape, rows: int, values: Tensor, scales: Tenso
     wanted = [rows, shape.hidden_size]
     require(list(values.shape) == wanted, f"mxfp8_out values {list(values.shape)}: {wanted}")
     _check_tensor(shape, "mxfp8_out values", values, torch.float8_e4m3fn)
-    count = swizzled_scale_bytes(rows, shape.hidden_size)
+    count = mxfp8_scale_bytes(rows, shape.hidden_size)
     found = scales.numel() * scales.element_size()
     require(found == count, f"mxfp8_out scales hold {found} bytes: {count} for {rows} rows")
     require(scales.element_size() == 1, f"mxfp8_out scales are {scales.dtype}: one byte each")
