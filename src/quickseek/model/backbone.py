@@ -186,7 +186,7 @@ class DeepseekV4Model(nn.Module):
             rows=rows,
             turns=turns,
             group_turns=group_turns,
-            oldest=torch.zeros_like(rows.starts),
+            oldest=torch.zeros_like(rows.starts) if context.oldest is None else context.oldest,
             image_rows=dead if self.config.image_token_id is not None else None,
         )
 

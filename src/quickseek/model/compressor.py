@@ -51,6 +51,8 @@ class Compressor(nn.Module):
         if self.numerics.quantize_caches and not self.numerics.packed_caches:
             keys, values = formats.fake_quantize_q4i(keys), formats.fake_quantize_q4k(values)
         groups = compressor_op.closed_groups(shared.rows, self.ratio)
+        if context.keep_from is not None:
+            groups = torch.where(shared.rows.positions < context.keep_from[shared.rows.requests], -1, groups)
         context.view(f"layers.{self.layer}.index_k").write(shared.rows.requests, groups, keys)
         context.view(f"layers.{self.layer}.global_kv").write(shared.rows.requests, groups, values)
 

@@ -51,13 +51,17 @@ class GroupMetadata:
 class ForwardContext:
     """Metadata per cache group, the caches, and the graph under way; passed as ``context=``, never global.
 
-    ``capturing``: this forward is recorded into (or, on a CPU, stands for) a graph.
+    ``capturing``: this forward is recorded into (or, on a CPU, stands for) a graph. ``oldest`` int64 [B]: window keys
+    before it do not exist (None: all do). ``keep_from`` int64 [B]: rows before it write no global KV or index key,
+    which are there already (None: all write). Both serve the replay of a cached prefix (spec/model.md 9).
     """
 
     metadata: Mapping[str, GroupMetadata]
     caches: Mapping[str, CacheStorage]
     graph_mode: GraphMode = GraphMode.NONE
     capturing: bool = False
+    oldest: Tensor | None = None
+    keep_from: Tensor | None = None
 
     @property
     def rows(self) -> StepRows:
@@ -93,14 +97,14 @@ class StepShared:
     lists: Tensor | None = None
     candidates: Tensor | None = None
 
-    def select(self, kept: Tensor, starts: Tensor) -> "StepShared":
-        """The values of the rows numbered ``kept``, none of which sees window keys before ``starts`` [B]."""
+    def select(self, kept: Tensor, starts: Tensor, oldest: Tensor) -> "StepShared":
+        """The values of the rows numbered ``kept``, which begin at positions ``starts`` [B]; ``oldest`` [B]."""
         return replace(
             self,
             rows=self.rows.select(kept, starts),
             turns={key: turn[kept] for key, turn in self.turns.items()},
             group_turns={ratio: turn[kept] for ratio, turn in self.group_turns.items()},
-            oldest=starts,
+            oldest=oldest,
             image_rows=None if self.image_rows is None else self.image_rows[kept],
             lists=None if self.lists is None else self.lists[kept],
             candidates=None if self.candidates is None else self.candidates[kept],

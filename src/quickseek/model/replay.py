@@ -29,10 +29,15 @@ def why_unsupported(config: ModelConfig) -> str | None:
 
 @dataclass(frozen=True)
 class DecoderReplayLayers:
-    """Which rows of a step the decoder runs: the last window of every request."""
+    """Which rows of a step the decoder runs: the last window of every request.
+
+    ``kept`` int64: those rows. ``starts`` int64 [B]: the first position kept. ``oldest`` int64 [B]: window keys
+    before it do not exist for the decoder; 0 for a request of which nothing is trimmed, so that it stays exact.
+    """
 
     kept: Tensor
     starts: Tensor
+    oldest: Tensor
 
     @classmethod
     def plan(cls, config: ModelConfig, context: ForwardContext) -> "DecoderReplayLayers | None":
@@ -42,7 +47,7 @@ class DecoderReplayLayers:
             return None
         starts = torch.maximum(rows.starts, rows.ends - config.sliding_window)
         kept = torch.nonzero(rows.positions >= starts[rows.requests]).squeeze(1)
-        return cls(kept, starts)
+        return cls(kept, starts, torch.where(starts > rows.starts, starts, 0))
 
     def cut(
         self, layer: Layer, streams: Tensor, pre: Tensor, shared: StepShared, context: ForwardContext
@@ -54,7 +59,7 @@ class DecoderReplayLayers:
         x = layer.attn_norm(mhc.collapse(streams, pre))
         latent, kv = layer.attn.latents(x, shared.turns[layer.attn.reads_global])
         layer.attn.write_global(x, shared, context)
-        trimmed = shared.select(self.kept, self.starts)
+        trimmed = shared.select(self.kept, self.starts, self.oldest)
         streams = streams[self.kept]
         mixes = layer.hc_attn(streams)
         out = layer.attn.attend(x[self.kept], latent[self.kept], kv[self.kept], trimmed, context)

@@ -42,6 +42,24 @@ class StepRows:
             max_length=max(s + c for s, c in zip(starts, counts, strict=True)),
         )
 
+    @classmethod
+    def uniform(cls, starts: Tensor, count: int, max_length: int) -> "StepRows":
+        """``count`` rows of each request from positions ``starts`` int64 [B], known to the device alone.
+
+        ``max_length`` is the host's bound on the positions that the rows reach.
+        """
+        requests = torch.arange(starts.shape[0], device=starts.device)
+        steps = torch.arange(count, device=starts.device)
+        return cls(
+            positions=(starts.unsqueeze(1) + steps).flatten(),
+            requests=requests.repeat_interleave(count),
+            first_rows=requests * count,
+            starts=starts,
+            ends=starts + count,
+            max_rows=count,
+            max_length=max_length,
+        )
+
     def select(self, kept: Tensor, starts: Tensor) -> "StepRows":
         """The step of rows ``kept`` (int64, ascending) only, whose first position in request i is ``starts[i]``."""
         dropped = torch.cumsum(starts - self.starts, 0)
