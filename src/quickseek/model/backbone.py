@@ -152,7 +152,8 @@ class DeepseekV4Model(nn.Module):
                 streams = module.engram(streams, embeddings[module.layer], dead)
             replays_here = replay is not None and module.layer == self.config.decoder_start
             if module.layer in self.aux_hidden_state_layers:
-                entering = streams[replay.kept] if replays_here and replay is not None else streams
+                trims = replay is not None and module.layer <= self.config.decoder_start
+                entering = streams[replay.kept] if trims and replay is not None else streams
                 aux[module.layer] = mhc.stream_mean(entering)
             if replay is not None and replays_here:
                 streams, pre, shared = replay.cut(module, streams, pre, shared, context)

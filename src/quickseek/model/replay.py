@@ -59,7 +59,7 @@ class DecoderReplayLayers:
         x = layer.attn_norm(mhc.collapse(streams, pre))
         latent, kv = layer.attn.latents(x, shared.turns[layer.attn.reads_global])
         layer.attn.write_global(x, shared, context)
-        trimmed = shared.select(self.kept, self.starts, self.oldest)
+        trimmed = shared.select(self.kept, self.starts, torch.maximum(self.oldest, shared.oldest))
         streams = streams[self.kept]
         mixes = layer.hc_attn(streams)
         out = layer.attn.attend(x[self.kept], latent[self.kept], kv[self.kept], trimmed, context)
