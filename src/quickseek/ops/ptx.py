@@ -55,6 +55,11 @@ def store_word(address: Any, word: Any) -> None:
     inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
+def store_long(address: Any, value: Any) -> None:
+    """8 bytes."""
+    inline_ptx("st.global.b64 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 def store_byte(address: Any, word: Any) -> None:
     """The low byte of a 32-bit word."""
     inline_ptx("st.global.u8 [{$r0}], {$r1};", read_only_args=[address, word])

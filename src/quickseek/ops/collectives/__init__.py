@@ -35,7 +35,8 @@ class AllReduceMHC:
 
     Construction and calls are collective: every rank of ``fabric`` (CUDA; None: symmetric memory over ``world``) or
     ``world`` (CPU; None: the process default) makes them in the same order with equal shapes. All ranks get the same
-    bits. ``hc_mult`` 1 with mixes of 1 is residual add + RMSNorm.
+    bits. ``hc_mult`` 1 with mixes of 1 is residual add + RMSNorm. ``two_shot_rows`` overrides the thresholds on
+    CUDA: rows from which two-shot runs, above ``max_num_tokens`` for never.
 
     Raises ValueError before any launch for arguments that do not fit, RuntimeError at construction when peers cannot
     be mapped, ``CollectiveTimeout`` when a wait of an earlier call gave up after ``timeout_s``.
@@ -54,6 +55,7 @@ class AllReduceMHC:
         world: World | None = None,
         fabric: Fabric | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        two_shot_rows: int | None = None,
     ) -> None:
         world = default_world() if world is None else world
         self.shape = AllReduceShape(
@@ -65,6 +67,7 @@ class AllReduceMHC:
             quantize_layer_input,
             residual_only,
             timeout_s,
+            two_shot_rows,
         )
         check_shape(self.shape, world, fabric)
         self.hidden_size, self.hc_mult, self.top_k = hidden_size, hc_mult, top_k
@@ -145,7 +148,7 @@ class AllReduceMHC:
         expanded_idx_to_permuted_idx: Tensor,
         shared_output: Tensor,
     ) -> None:
-        """Send the finalized MoE output (as in ``finalize``) to the peers; ``sum_owned`` and ``collect`` must follow."""
+        """Send the finalized MoE output (as in ``finalize``) to the peers; ``sum_owned`` and ``collect`` follow."""
         routed = Routed(gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output)
         check_routed(self.shape, routed)
         self._phases().publish(shared_output, routed)

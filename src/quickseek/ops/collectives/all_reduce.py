@@ -39,8 +39,8 @@ class FusedAllReduceMHC:
         self.thresholds = chosen or thresholds(capability, self.ranks)
         self.threads, self.cluster = self.thresholds.geometry(shape.hidden_size)
         absent = shape.max_num_tokens + 1
-        self.bt_min_rows = min(absent, self.thresholds.two_shot_rows or absent)
-        self.bt_min_finalize_rows = min(absent, self.thresholds.two_shot_finalize_rows or absent)
+        self.bt_min_rows = min(absent, shape.two_shot_rows or self.thresholds.two_shot_rows or absent)
+        self.bt_min_finalize_rows = min(absent, shape.two_shot_rows or self.thresholds.two_shot_finalize_rows or absent)
         if self.ranks == 1:
             self.bt_min_rows = self.bt_min_finalize_rows = absent
         self.resident_rows = self._resident_rows()

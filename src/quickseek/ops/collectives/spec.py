@@ -23,6 +23,7 @@ class AllReduceShape:
     quantize_layer_input: bool
     residual_only: bool
     timeout_s: float
+    two_shot_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def check_shape(shape: AllReduceShape, world: World, fabric: Fabric | None) -> N
     require(shape.max_num_tokens >= 1, f"max_num_tokens {shape.max_num_tokens}: at least 1")
     require(shape.top_k >= 1, f"top_k {shape.top_k}: at least 1")
     require(shape.timeout_s > 0, f"timeout_s {shape.timeout_s}: a positive number of seconds")
+    if shape.two_shot_rows is not None:
+        require(shape.two_shot_rows >= 1, f"two_shot_rows {shape.two_shot_rows}: at least 1")
     if shape.quantize_layer_input:
         require(shape.hidden_size % 128 == 0, f"hidden_size {shape.hidden_size}: MXFP8 needs a multiple of 128")
     size = world.size if fabric is None else fabric.size

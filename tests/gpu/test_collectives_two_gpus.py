@@ -1,0 +1,144 @@
+"""The fused collectives between two GPUs: bits, float64, replays, and a rank that stalls."""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+from collectives_cases import KINDS, TOP_K, check, make_case, one_call, same_bits
+
+from quickseek.errors import CollectiveTimeout
+from quickseek.ops.collectives import AllReduceMHC, LamportAllGather
+from quickseek.parallel.fabric import SymmetricFabric
+from quickseek.parallel.launch import spawn
+from quickseek.parallel.world import World
+
+pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+HIDDEN, STREAMS = 5120, 4
+CALLS = int(os.environ.get("QUICKSEEK_CALLS", "1000"))
+REPLAYS = int(os.environ.get("QUICKSEEK_REPLAYS", "20000"))
+
+
+def build(world: World, capacity: int, **options: object) -> AllReduceMHC:
+    return AllReduceMHC(
+        hidden_size=HIDDEN, hc_mult=STREAMS, max_num_tokens=capacity, top_k=TOP_K, device=world.device,
+        quantize_layer_input=True, residual_only=True, world=world, fabric=SymmetricFabric(world), **options,
+    )  # fmt: skip
+
+
+def across(world: World, result: tuple[torch.Tensor, torch.Tensor | None]) -> bool:
+    """Whether both ranks hold the same bytes."""
+    flat = torch.cat([part.flatten().view(torch.int16) for part in result if part is not None])
+    parts = world.all_gather(flat[None])
+    return bool((parts[0] == parts[1]).all())
+
+
+def mixed_calls(world: World) -> int:
+    one_shot, two_shot = build(world, 384), build(world, 384, two_shot_rows=1)
+    chooser = random.Random(5)
+    wrong = torch.zeros((), dtype=torch.int64, device=world.device)
+    cases = []
+    for number, rows in enumerate((1, 2, 3, 4, 6, 8, 16, 31, 48, 64, 65, 128, 200, 384)):
+        for finalize in (False, True):
+            case = make_case(2, rows, HIDDEN, STREAMS, number, kind=KINDS[(number + finalize) % 3], finalize=finalize)
+            result = one_call(one_shot, case, world.rank)
+            check(case, world.rank, result)
+            assert across(world, result)
+            assert not across(world, (result[0] + world.rank, None)), "the comparison cannot fail"
+            cases.append((case, result))
+    for _ in range(CALLS):
+        case, expected = cases[chooser.randrange(len(cases))]
+        result = one_call(chooser.choice((one_shot, two_shot)), case, world.rank)
+        wrong += ~same_bits(result, expected)
+    torch.cuda.synchronize()
+    one_shot.implementation.watchdog.check()
+    return int(wrong)
+
+
+def test_mixed_calls_agree_in_bits_and_with_float64() -> None:
+    assert spawn(mixed_calls, 2, device="cuda", timeout_s=240) == [0, 0]
+
+
+def capture(
+    instance: AllReduceMHC, world: World, rows: int, seeds: list[int]
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    cases = [make_case(2, rows, HIDDEN, STREAMS, seed, kind=KINDS[seed % 2], finalize=seed % 3 == 0) for seed in seeds]
+    expected = [one_call(instance, case, world.rank) for case in cases]
+    wrong = torch.zeros((), dtype=torch.int64, device=world.device)
+    for case in cases:
+        case.boundary = case.arguments(world.rank)
+        case.kind = "plain"
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for case, wanted in zip(cases, expected, strict=True):
+            wrong += ~same_bits(one_call(instance, case, world.rank), wanted)
+    return graph, wrong
+
+
+def replays(world: World) -> int:
+    instance = build(world, 64)
+    small, small_wrong = capture(instance, world, 1, [1])
+    large, large_wrong = capture(instance, world, 8, [2, 3, 4, 5])
+    for _ in range(REPLAYS // 2):
+        small.replay()
+        large.replay()
+    torch.cuda.synchronize()
+    instance.implementation.watchdog.check()
+    return int(small_wrong + large_wrong)
+
+
+def test_graphs_of_two_sizes_replay_alternately() -> None:
+    assert spawn(replays, 2, device="cuda", timeout_s=240) == [0, 0]
+
+
+def stall(world: World) -> dict[str, object]:
+    """Rank 1 comes 5 s late to a call with a limit of 1 s; both must raise, and serve again after ``reset``."""
+    instance = build(world, 8, timeout_s=1.0)
+    case = make_case(2, 4, HIDDEN, STREAMS, 1)
+    expected = one_call(instance, case, world.rank)
+    torch.cuda.synchronize()
+    world.barrier()
+    start = time.monotonic()
+    if world.rank == 1:
+        time.sleep(5.0)
+    report: dict[str, object] = {}
+    try:
+        one_call(instance, case, world.rank)
+        torch.cuda.synchronize()
+        instance.implementation.watchdog.check()
+    except CollectiveTimeout as error:
+        report = {"after_s": time.monotonic() - start, "missing": error.missing, "rank": error.rank, "text": str(error)}
+    instance.reset()
+    result = one_call(instance, case, world.rank)
+    torch.cuda.synchronize()
+    instance.implementation.watchdog.check()
+    return report | {"serves_again": bool(same_bits(result, expected))}
+
+
+def test_a_stalled_rank_raises_everywhere_and_reset_restores_service() -> None:
+    first, second = spawn(stall, 2, device="cuda", timeout_s=120)
+    print(first, second)
+    assert first["missing"] == (1,) and first["rank"] == 0 and 1.0 <= float(str(first["after_s"])) <= 2.0
+    assert second["missing"] == () and second["rank"] == 1 and float(str(second["after_s"])) <= 6.0
+    assert first["serves_again"] and second["serves_again"]
+
+
+def gathers(world: World) -> int:
+    gather = LamportAllGather(rank_capacity_bytes=1 << 20, device=world.device, world=world)
+    wrong = torch.zeros((), dtype=torch.int64, device=world.device)
+    chooser = random.Random(3)
+    for _ in range(CALLS):
+        packs = chooser.choice((1, 2, 64, 2048, 20000))
+        parts = [torch.arange(packs * 4, dtype=torch.int32, device="cuda") * (rank + 3) - 2**31 for rank in range(2)]
+        expected = torch.cat(parts)
+        expected = torch.where(expected == -(2**31), 0, expected)
+        wrong += (gather(parts[world.rank]) != expected).sum()
+    torch.cuda.synchronize()
+    return int(wrong)
+
+
+def test_gathers_of_changing_size_are_right() -> None:
+    assert spawn(gathers, 2, device="cuda", timeout_s=120) == [0, 0]
