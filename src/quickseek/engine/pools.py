@@ -1,4 +1,4 @@
-"""The memory of all requests: paged rows behind block tables, and per-slot state (design.md 4, spec/model.md 6.9, 6.10)."""
+"""The memory of all requests: paged rows behind block tables, and per-slot state (design.md 4, spec/model.md 6.9)."""
 
 import math
 from collections.abc import Mapping
