@@ -1,19 +1,38 @@
-"""One request: its prompt, how its tokens are chosen, and what it has produced."""
+"""One request: its prompt, how its tokens are chosen, what it has produced, and what it holds while it runs."""
 
+import itertools
 import secrets
 from dataclasses import dataclass, field
+from enum import Enum
 
 from quickseek.config import ModelConfig
 from quickseek.errors import PromptError
 from quickseek.sampling_params import SamplingParams
 
+_numbers = itertools.count(1)
 
-@dataclass
+
+class Status(Enum):
+    """Where a request is: waiting (also when preempted), reading its prompt, producing tokens, or done."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
 class Request:
     """``prompt_ids`` and ``output_ids`` are token ids; ``limit`` is the most tokens it may produce.
 
-    ``slot`` is its request slot while it runs. ``drafts`` are the tokens proposed to follow its last one;
-    ``accepted`` and ``drafted`` count drafts over the whole request. ``finish_reason``: "stop", "length", or None.
+    ``drafts`` are the tokens proposed to follow its last one; ``accepted`` and ``drafted`` count drafts over the
+    whole request. ``finish_reason``: "stop", "length", "abort", or None.
+
+    Scheduling: the lower ``priority`` number runs first, then the earlier ``arrival`` (set by the scheduler).
+    ``cache_salt`` keeps its cached prefixes apart from those of other salts. While it runs it owns ``slot`` and the
+    blocks of ``block_table``; ``num_computed`` rows of it are in the caches as far as the host knows, and the rows up
+    to ``prefill_target`` are read as a prompt. ``cached_tokens``: prompt tokens that its first start did not have to
+    run; ``preemptions`` counts how often it lost its place.
     """
 
     prompt_ids: list[int]
@@ -26,6 +45,16 @@ class Request:
     accepted: int = 0
     drafted: int = 0
     finish_reason: str | None = None
+    request_id: str = field(default_factory=lambda: f"request-{next(_numbers)}")
+    priority: int = 0
+    cache_salt: str = ""
+    arrival: int = -1
+    state: Status = Status.WAITING
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    prefill_target: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
 
     @classmethod
     def create(
@@ -52,6 +81,13 @@ class Request:
     def length(self) -> int:
         """Tokens so far, prompt included."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids of positions [start, stop), the prompt's first, then the produced ones."""
+        prompt = len(self.prompt_ids)
+        if stop <= prompt:
+            return self.prompt_ids[start:stop]
+        return self.prompt_ids[start:] + self.output_ids[max(start - prompt, 0) : stop - prompt]
 
     def append(self, token: int, eos_token_id: int) -> None:
         """Take one more token and decide whether it is the last."""
