@@ -117,7 +117,7 @@ class Attention(nn.Module):
     def load(self, loader: WeightLoader, prefix: str) -> None:
         """``prefix``: "layers.3.attn."."""
         config = self.config
-        loader.linear(self.wqa_wkv, f"{prefix}wq_a")
+        loader.linear(self.wqa_wkv, f"{prefix}wq_a", size=config.q_lora_rank)
         loader.linear(self.wqa_wkv, f"{prefix}wkv", at=config.q_lora_rank)
         loader.tensor(self.q_norm.weight, f"{prefix}q_norm.weight")
         loader.tensor(self.kv_norm.weight, f"{prefix}kv_norm.weight")

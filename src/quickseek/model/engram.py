@@ -42,7 +42,8 @@ class Engram(nn.Module):
 
     def load(self, loader: WeightLoader, prefix: str) -> None:
         """``prefix``: "layers.1.engram."."""
-        self.table = loader.table(f"{prefix}embed")
+        rows = self.config.engram_num_embeddings[self.index]
+        self.table = loader.table(f"{prefix}embed", rows, self.config.engram_head_dim)
         loader.linear(self.wkv, f"{prefix}wkv")
         loader.tensor(self.q_weight, f"{prefix}q_weight")
         loader.tensor(self.k_weight, f"{prefix}k_weight")

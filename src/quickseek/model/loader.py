@@ -13,6 +13,8 @@ from quickseek.ops.linear import Fp4Weight, Fp8Weight, Weight
 from quickseek.ops.linear.reference import dequantize
 
 WHOLE = slice(None)
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Dtypes of unquantised tensors; each converts into the parameter's own."""
 
 
 class WeightSource(Protocol):
@@ -67,61 +69,81 @@ class WeightLoader:
 
     def tensor(self, target: Tensor, name: str, *slices: slice) -> None:
         """Fill ``target`` with a tensor that is stored unquantised."""
-        value = self.read(name, *slices)
-        _fill(target, value, name)
+        _fill(target, _expect(self.read(name, *slices), name, *PLAIN_DTYPES), name)
 
-    def linear(self, target: nn.Module, name: str, rows: slice = WHOLE, columns: slice = WHOLE, at: int = 0) -> None:
-        """Fill output rows ``at`` and on of a ``Linear`` with rows and columns of the weight called ``name``."""
+    def linear(
+        self,
+        target: nn.Module,
+        name: str,
+        rows: slice = WHOLE,
+        columns: slice = WHOLE,
+        at: int = 0,
+        size: int | None = None,
+    ) -> None:
+        """Fill ``size`` output rows (None: all) from ``at`` on of a ``Linear`` with a part of the weight ``name``."""
         weight, scale = target.weight, target.scale
         assert isinstance(weight, Tensor)
         value = self._fp8(name, rows, columns)
-        part = weight[at : at + value.shape[0]]
+        stop = weight.shape[0] if size is None else at + size
+        part = weight[at:stop]
         if isinstance(scale, Tensor):
             if not isinstance(value, Fp8Weight):
                 raise CheckpointError(
                     f"tensor {name}.weight is not FP8 with scales: packed weights need the stored form"
                 )
             _fill(part, value.codes, f"{name}.weight")
-            _fill(scale[at // BLOCK : -(-(at + value.shape[0]) // BLOCK)], value.scales, f"{name}.scale")
+            _fill(scale[at // BLOCK : -(-stop // BLOCK)], value.scales, f"{name}.scale")
         else:
-            _fill(part, dequantize(value, weight.dtype), f"{name}.weight")
+            _fill(part, _dequantised(value, weight.dtype, BLOCK, name), f"{name}.weight")
 
     def _fp8(self, name: str, rows: slice, columns: slice) -> Weight:
         codes = self.read(f"{name}.weight", rows, columns)
         if f"{name}.scale" not in self.available:
-            return codes
-        return Fp8Weight(codes, self.read(f"{name}.scale", _blocks(rows), _blocks(columns)))
+            return _expect(codes, f"{name}.weight", *PLAIN_DTYPES)
+        scales = self.read(f"{name}.scale", _blocks(rows), _blocks(columns))
+        return Fp8Weight(
+            _expect(codes, f"{name}.weight", torch.float8_e4m3fn), _expect(scales, f"{name}.scale", torch.uint8)
+        )
 
     def expert(
         self, target: nn.Module, matrix: str, number: int, name: str, rows: slice, columns: slice, at: int
     ) -> None:
         """Fill rows ``at`` and on of expert ``number`` of the stacked weight ``matrix`` ("w13" or "w2")."""
         weight, scale = getattr(target, matrix), getattr(target, f"{matrix}_scale")
-        packed = f"{name}.scale" in self.available
-        codes = self.read(f"{name}.weight", rows, _halves(columns) if packed else columns)
-        if not packed:
+        size = weight.shape[1] // 2 if matrix == "w13" else weight.shape[1]
+        part = slice(at, at + size)
+        if f"{name}.scale" not in self.available:
             if scale is not None:
                 raise CheckpointError(
                     f"tensor {name}.weight is not FP4 with scales: packed weights need the stored form"
                 )
-            _fill(weight[number, at : at + codes.shape[0]], codes, f"{name}.weight")
+            self.tensor(weight[number, part], f"{name}.weight", rows, columns)
             return
-        scales = self.read(f"{name}.scale", rows, _blocks(columns))
-        part = slice(at, at + codes.shape[0])
+        codes = _expect(self.read(f"{name}.weight", rows, _halves(columns)), f"{name}.weight", torch.uint8)
+        scales = _expect(self.read(f"{name}.scale", rows, _blocks(columns)), f"{name}.scale", torch.uint8)
         if scale is None:
-            _fill(weight[number, part], dequantize(Fp4Weight(codes, scales), weight.dtype), f"{name}.weight")
+            value = _dequantised(Fp4Weight(codes, scales), weight.dtype, 1, name)
+            _fill(weight[number, part], value, f"{name}.weight")
         else:
             _fill(weight[number, part], codes, f"{name}.weight")
             _fill(scale[number, part], scales, f"{name}.scale")
 
-    def table(self, name: str) -> Weight:
-        """An Engram table, left where it is (spec 3.5)."""
-        names = [self.prefix + f"{name}.weight"]
-        if f"{name}.scale" in self.available:
-            names.append(self.prefix + f"{name}.scale")
-        self.loaded.update(names)
-        parts = [self.source.mapped(part) for part in names]
-        return Fp8Weight(*parts) if len(parts) == 2 else parts[0].to(self.numerics.dtype)
+    def table(self, name: str, rows: int, width: int) -> Weight:
+        """An Engram table [rows, width], left where it is (spec 3.5)."""
+        packed = f"{name}.scale" in self.available
+        codes = self._mapped(f"{name}.weight", (rows, width))
+        if not packed:
+            return _expect(codes, f"{name}.weight", *PLAIN_DTYPES).to(self.numerics.dtype)
+        scales = self._mapped(f"{name}.scale", (rows, width // BLOCK))
+        return Fp8Weight(
+            _expect(codes, f"{name}.weight", torch.float8_e4m3fn), _expect(scales, f"{name}.scale", torch.uint8)
+        )
+
+    def _mapped(self, name: str, shape: tuple[int, int]) -> Tensor:
+        self.loaded.add(self.prefix + name)
+        tensor = self.source.mapped(self.prefix + name)
+        _expect_shape(tensor, torch.Size(shape), name)
+        return tensor
 
 
 def _blocks(part: slice) -> slice:
@@ -134,10 +156,27 @@ def _halves(part: slice) -> slice:
     return WHOLE if part == WHOLE else slice(part.start // 2, part.stop // 2)
 
 
+def _dequantised(value: Weight, dtype: torch.dtype, block_rows: int, name: str) -> Tensor:
+    """Values of a weight whose scales cover ``block_rows`` rows and 32 columns each."""
+    if not isinstance(value, Tensor):
+        blocks = (-(-value.shape[0] // block_rows), -(-value.shape[1] // BLOCK))
+        _expect_shape(value.scales, torch.Size(blocks), f"{name}.scale")
+    return dequantize(value, dtype)
+
+
+def _expect(value: Tensor, name: str, *dtypes: torch.dtype) -> Tensor:
+    if value.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise CheckpointError(f"tensor {name} is stored as {value.dtype}: expected {expected}")
+    return value
+
+
+def _expect_shape(value: Tensor, shape: torch.Size, name: str) -> None:
+    if value.shape != shape:
+        raise CheckpointError(f"tensor {name} has shape {list(value.shape)}: expected {list(shape)}")
+
+
 def _fill(target: Tensor, value: Tensor, name: str) -> None:
-    if target.shape != value.shape:
-        raise CheckpointError(f"tensor {name} has shape {list(value.shape)}: expected {list(target.shape)}")
-    if value.dtype in (torch.uint8, torch.float8_e4m3fn) and value.dtype != target.dtype:
-        raise CheckpointError(f"tensor {name} is stored as {value.dtype}: expected {target.dtype}")
+    _expect_shape(value, target.shape, name)
     with torch.no_grad():
         target.copy_(value)

@@ -102,7 +102,7 @@ class MixtureOfExperts(nn.Module):
         inner, whole = self.inner, slice(None)
         width = inner.stop - inner.start
         shared = f"{prefix}shared_experts."
-        loader.linear(self.shared_w13, f"{shared}w1", rows=inner)
+        loader.linear(self.shared_w13, f"{shared}w1", rows=inner, size=width)
         loader.linear(self.shared_w13, f"{shared}w3", rows=inner, at=width)
         loader.linear(self.shared_w2, f"{shared}w2", columns=inner)
         for expert in range(self.experts_total):
