@@ -34,8 +34,8 @@ DOUBLE = Numerics.exact(torch.float64)
 BF16_ORDERS = LogitDistance(median=0.05, p99=0.35)
 """Bound of *model* comparisons of the golden checkpoint in trained mode, at 64 tokens.
 
-Measured from the reference with every product summed along K forwards and backwards: 0.039 and 0.271 (torch 2.13.0, CPU,
-one thread); even against odd K: 0.009 and 0.191.
+Measured from the reference with every product summed along K forwards and backwards: 0.039 and 0.271 (torch 2.13.0,
+CPU, one thread); even against odd K: 0.009 and 0.191.
 """
 
 

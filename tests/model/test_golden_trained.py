@@ -89,6 +89,16 @@ def test_two_summation_orders_of_bf16_stay_within_the_recorded_bound(monkeypatch
         compare.assert_model(Run(wrong, ids).logits, first, golden_data.BF16_ORDERS)
 
 
+def test_packed_caches_hold_exactly_the_fake_quantised_values(released_model: CausalLM) -> None:
+    ids = golden("released.len64")["ids"]
+    plain = golden_data.base_model(replace(RELEASED, packed_caches=False))
+    sizes = (40, 1, 1, 22)
+    compare.assert_bits(Batch(released_model).chunks(ids, sizes), Batch(plain).chunks(ids, sizes))
+    unquantised = golden_data.base_model(replace(RELEASED, packed_caches=False, quantize_caches=False))
+    with pytest.raises(AssertionError, match="differ in bits"):
+        compare.assert_bits(Batch(unquantised).chunks(ids, sizes), Batch(plain).chunks(ids, sizes))
+
+
 # ---------------------------------------------------------------------------------------------- one layer at a time
 
 
