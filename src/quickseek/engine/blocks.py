@@ -1,7 +1,7 @@
 """Who owns which block and which slot: reference counts, and giving back only what no launched cycle still uses."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SCRATCH = 0
 """Block, and request slot, that absorbs what must not be kept; never handed out (as in ops/cache.py)."""
@@ -68,9 +68,12 @@ class BlockPool:
                 del self._kept[block]
             self._references[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One owner fewer for each block; without any, a block is kept if it has a name, else free."""
-        for block in blocks:
+    def release(self, blocks: Sequence[int]) -> None:
+        """One owner fewer for each block; without any, a block is kept if it has a name, else free.
+
+        The last block goes first, so that of a kept prefix the end is taken before the beginning.
+        """
+        for block in reversed(blocks):
             assert block != SCRATCH and self._references[block] > 0, f"block {block} has no owner that could release it"
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -124,29 +127,57 @@ class SlotPool:
         return list(self._free)
 
 
+class LiveBlocks:
+    """How many running requests have each block in their table; requests that share a prefix have it together."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Blocks in at least one table."""
+        return len(self._holders)
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """One holder more of each."""
+        for block in blocks:
+            self._holders[block] = self._holders.get(block, 0) + 1
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """One holder fewer of each."""
+        for block in blocks:
+            left = self._holders[block] - 1
+            if left:
+                self._holders[block] = left
+            else:
+                del self._holders[block]
+
+
 @dataclass(frozen=True)
 class Holding:
-    """What an owner gave up at ``cycle``: its request slot and its references to blocks."""
+    """A request slot and references to blocks that were given up, which cycles up to ``cycle`` may still use."""
 
     cycle: int
     slot: int
     blocks: Sequence[int]
 
 
-@dataclass
 class Retired:
-    """Holdings whose last launched cycle may still run (design.md 4.7): released once it has completed."""
+    """Holdings of requests that stopped: released once their last launched cycle has completed (design.md 4.7).
 
-    pool: BlockPool
-    slots: SlotPool
-    completed: int = -1
-    holdings: list[Holding] = field(default_factory=list)
+    ``completed``: every cycle up to it has completed.
+    """
 
-    def retire(self, cycle: int, slot: int, blocks: Sequence[int]) -> None:
-        """Give up a slot and block references that cycles up to ``cycle`` (-1: none) may use."""
-        self._release(Holding(cycle, slot, blocks)) if cycle <= self.completed else self.holdings.append(
-            Holding(cycle, slot, blocks)
-        )
+    def __init__(self, pool: BlockPool, slots: SlotPool) -> None:
+        self.completed = -1
+        self.holdings: list[Holding] = []
+        self._pool, self._slots = pool, slots
+
+    def retire(self, holding: Holding) -> None:
+        """Take over a holding; one that no running cycle uses is released at once."""
+        if holding.cycle <= self.completed:
+            self._release(holding)
+        else:
+            self.holdings.append(holding)
 
     def complete(self, cycle: int) -> None:
         """Every cycle up to ``cycle`` has completed."""
@@ -156,15 +187,6 @@ class Retired:
         for holding in due:
             self._release(holding)
 
-    @property
-    def blocks_to_come(self) -> int:
-        """Blocks that will have no owner once every holding is released."""
-        leaving: dict[int, int] = {}
-        for holding in self.holdings:
-            for block in holding.blocks:
-                leaving[block] = leaving.get(block, 0) + 1
-        return sum(self.pool.references(block) == count for block, count in leaving.items())
-
     def _release(self, holding: Holding) -> None:
-        self.slots.give(holding.slot)
-        self.pool.release(holding.blocks)
+        self._slots.give(holding.slot)
+        self._pool.release(holding.blocks)

@@ -1,18 +1,24 @@
 """The memory plan: how many blocks and slots a byte budget holds, in Python integers (spec/model.md 6.9, 6.10)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 from quickseek.config import ModelConfig
+from quickseek.errors import ConfigError
+from quickseek.model.context import PAGED_GROUP
+from quickseek.model.state import CacheSpec, cache_specs
 from quickseek.numerics import Numerics
+
+BLOCK_MULTIPLE = 8
+"""A block's size in tokens is a multiple of it (design.md 4.4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Sizes of the pools.
+    """Sizes of the pools, scratch included.
 
-    ``num_blocks`` and ``num_slots`` include scratch; slots 1 to ``max_num_seqs`` are the requests', those of
-    ``snapshot_slots`` hold snapshots. Bytes: ``block_bytes`` of a block over all paged caches, ``slot_bytes`` of a slot
-    over all slot caches.
+    Slots 1 to ``max_num_seqs`` are the requests', the ``num_snapshots`` after them hold snapshots. ``block_bytes``: a
+    block over all paged caches; ``slot_bytes``: a slot over all slot caches.
     """
 
     block_tokens: int
@@ -36,12 +42,111 @@ class MemoryPlan:
         max_model_len: int,
         num_snapshots: int = 0,
         num_speculative_tokens: int = 0,
-        draft: bool | None = None,
         block_tokens: int = 16,
+        draft: bool | None = None,
         layers: range | None = None,
     ) -> "MemoryPlan":
-        """As many blocks as the budget holds beside the slots, at most what ``max_num_seqs`` full contexts need.
+        """As many blocks as the budget holds beside the slots, at most full contexts for every slot.
 
-        ConfigError names the option to change when not even one request fits.
+        ``draft``: whether the drafter's rings exist; None: if drafts are verified. ``layers``: those of this pipeline
+        stage. ConfigError names the option to change when not even a request of two tokens fits.
         """
-        raise NotImplementedError("MemoryPlan.build")
+        draft = num_speculative_tokens > 0 if draft is None else draft
+        specs = cache_specs(config, numerics, draft=draft, layers=layers).values()
+        multiple = lcm(BLOCK_MULTIPLE, *(spec.ratio for spec in specs))
+        smallest = {"block_tokens": multiple, "max_model_len": 2, "num_snapshots": 0, "num_speculative_tokens": 0}
+        options = {
+            "budget_bytes": budget_bytes,
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+            "num_snapshots": num_snapshots,
+            "num_speculative_tokens": num_speculative_tokens,
+            "block_tokens": block_tokens,
+        }
+        for key, value in options.items():
+            if value < smallest.get(key, 1):
+                raise ConfigError(key, value, f"{smallest.get(key, 1)} or more")
+        if block_tokens % multiple:
+            raise ConfigError("block_tokens", block_tokens, f"a multiple of {multiple}, so that no group is split")
+        empty = cls(
+            **options,
+            num_blocks=1,
+            block_bytes=sum(_row_bytes(s) * block_tokens // s.ratio for s in specs if s.group == PAGED_GROUP),
+            slot_bytes=sum(_row_bytes(s) * s.ring for s in specs if s.group != PAGED_GROUP),
+        )
+        return empty._filled()
+
+    def _filled(self) -> "MemoryPlan":
+        """The plan with its blocks counted."""
+        context = -(-(self.max_model_len - 1 + self.rows_ahead) // self.block_tokens)
+        most = 1 + context * (self.max_num_seqs + self.num_snapshots)
+        least = 1 + -(-(1 + self.rows_ahead) // self.block_tokens)
+        left = self.budget_bytes - self.num_slots * self.slot_bytes
+        num_blocks = min(most, left // self.block_bytes) if self.block_bytes else most
+        if left >= 0 and num_blocks >= least:
+            return replace(self, num_blocks=num_blocks)
+        fixed = 2 * self.slot_bytes + least * self.block_bytes
+        spare = self.budget_bytes - fixed
+        if spare < 0:
+            raise ConfigError("budget_bytes", self.budget_bytes, f"{fixed} or more: one request of two tokens")
+        extra = spare // self.slot_bytes
+        if self.max_num_seqs - 1 > extra:
+            raise ConfigError("max_num_seqs", self.max_num_seqs, f"at most {extra + 1} in {self.budget_bytes} bytes")
+        raise ConfigError(
+            "num_snapshots",
+            self.num_snapshots,
+            f"at most {extra - self.max_num_seqs + 1} beside {self.max_num_seqs} requests in {self.budget_bytes} bytes",
+        )
+
+    # ------------------------------------------------------------------------------------------ derived
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows beyond its known length for which a decoding request owns blocks: two cycles' (design.md 4.7)."""
+        return 2 * (self.num_speculative_tokens + 1)
+
+    @property
+    def num_slots(self) -> int:
+        """Scratch, request and snapshot slots."""
+        return 1 + self.max_num_seqs + self.num_snapshots
+
+    @property
+    def snapshot_slots(self) -> range:
+        """Numbers of the snapshot slots."""
+        return range(1 + self.max_num_seqs, self.num_slots)
+
+    @property
+    def total_bytes(self) -> int:
+        """What all pools take."""
+        return self.num_blocks * self.block_bytes + self.num_slots * self.slot_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Paged bytes of a token: 890 for the released model in packed records."""
+        return self.block_bytes / self.block_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens, prompt and new ones, of the longest request that fits: the context limit, or all blocks."""
+        held = (self.num_blocks - 1) * self.block_tokens - self.rows_ahead + 1
+        return min(self.max_model_len, held)
+
+    def request_bytes(self, length: int) -> int:
+        """Bytes that a request of ``length`` rows owns: its slot, and blocks for these rows and those ahead."""
+        return self.slot_bytes + -(-(length + self.rows_ahead) // self.block_tokens) * self.block_bytes
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        return "\n".join(
+            (
+                f"state: {self.total_bytes / mib:.1f} of {self.budget_bytes / mib:.1f} MiB",
+                f"  {self.num_blocks} blocks of {self.block_tokens} tokens, {self.bytes_per_token:g} bytes a token",
+                f"  {self.max_num_seqs} request and {self.num_snapshots} snapshot slots of {self.slot_bytes} bytes",
+                f"  longest request {self.longest} of {self.max_model_len} tokens, "
+                f"{self.request_bytes(self.longest) / mib:.1f} MiB",
+            )
+        )
+
+
+def _row_bytes(spec: CacheSpec) -> int:
+    return spec.codec.record * spec.codec.dtype.itemsize

@@ -32,7 +32,9 @@ class Request:
     ``cache_salt`` keeps its cached prefixes apart from those of other salts. While it runs it owns ``slot`` and the
     blocks of ``block_table``; ``num_computed`` rows of it are in the caches as far as the host knows, and the rows up
     to ``prefill_target`` are read as a prompt. ``cached_tokens``: prompt tokens that its first start did not have to
-    run; ``preemptions`` counts how often it lost its place.
+    run; ``preemptions`` counts how often it lost its place. ``last_cycle``: the last cycle launched with it.
+    ``chain``: names of its full blocks as far as anybody asked. A start by replay (spec/model.md 9) sees no window keys
+    before ``oldest`` and writes no global KV before row ``replayed_until``; ``published`` of its blocks can be found.
     """
 
     prompt_ids: list[int]
@@ -55,6 +57,11 @@ class Request:
     prefill_target: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    last_cycle: int = -1
+    chain: list[bytes] = field(default_factory=list, repr=False)
+    oldest: int = 0
+    replayed_until: int = 0
+    published: int = 0
 
     @classmethod
     def create(
