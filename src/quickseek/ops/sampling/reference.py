@@ -33,7 +33,9 @@ def probabilities(
         ordered = torch.where(torch.arange(vocabulary, device=logits.device) < limit, ordered, 0.0)
     ordered = _normalise(ordered)
     # A token stays while the tokens before it have not yet reached top_p; the first always stays.
-    kept = ordered.cumsum(-1) - ordered < top_p.to(torch.float64).unsqueeze(1)
+    # Rounded sums may reach 1 early, so a top_p of 1 is said to be off.
+    reach = torch.where(top_p < 1, top_p.to(torch.float64), 2.0).unsqueeze(1)
+    kept = ordered.cumsum(-1) - ordered < reach
     kept[:, 0] = True
     hot = _normalise(torch.zeros_like(hot).scatter_(1, order, torch.where(kept, ordered, 0.0)))
     one = torch.nn.functional.one_hot(greedy(logits), vocabulary).to(torch.float64)
