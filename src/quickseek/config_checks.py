@@ -114,6 +114,7 @@ def _check_attention(config: "ModelConfig") -> None:
 
 
 def _check_layers(config: "ModelConfig") -> None:
+    _require(config, "num_nextn_predict_layers", config.num_nextn_predict_layers >= 0, "0 or more draft stages")
     layers = config.num_hidden_layers
     expected = layers + config.num_nextn_predict_layers
     ratios = config.compress_ratios
@@ -190,7 +191,6 @@ def _check_experts(config: "ModelConfig") -> None:
 
 
 def _check_draft(config: "ModelConfig") -> None:
-    _require(config, "num_nextn_predict_layers", config.num_nextn_predict_layers >= 0, "0 or more draft stages")
     if not config.num_nextn_predict_layers:
         return
     _require(config, "dspark_block_size", config.dspark_block_size >= 1, "a positive integer")
