@@ -152,4 +152,4 @@ def _private(machine: Machine, state: State, step: Step) -> bool:
         return False
     siblings = [one for i, ops in enumerate(kernel.threads) if i != step.thread for one in ops]
     touching = [one for one in siblings if isinstance(one, Load | Set | Arrive) and one.word == operation.word]
-    return isinstance(operation, Load) and all(isinstance(one, Load) for one in touching) or not touching
+    return (isinstance(operation, Load) and all(isinstance(one, Load) for one in touching)) or not touching
