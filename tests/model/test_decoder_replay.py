@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from compare import assert_float64, assert_printed
@@ -187,6 +189,27 @@ def test_a_request_with_at_most_a_window_of_rows_is_exact_beside_one_that_is_tri
     assert_float64(found[short], alone(prompt(30, 1)).logits[30 - rows :])
     assert_state_equal(driver.visible(short), alone(prompt(30, 1)).state)
     assert found[long].shape[0] == WINDOW
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 21), st.integers(0, 21)), min_size=1, max_size=5))
+def test_replayed_chunks_beside_any_others_equal_the_same_chunks_alone(sizes: list[tuple[int, int]]) -> None:
+    together, apart = Driver(replaying()), [Driver(replaying()), Driver(replaying())]
+    slots = [together.state.acquire(), together.state.acquire()]
+    own = [driver.state.acquire() for driver in apart]
+    for counts in sizes:
+        step = {}
+        for slot, seed, count in zip(slots, (1, 2), counts, strict=True):
+            if count:
+                start = together.state.length(slot)
+                step[slot] = prompt(LENGTH * 2, seed)[start : start + count]
+        if not step:
+            continue
+        found = feed(together, step)
+        for i, slot in enumerate(slots):
+            if slot in step:
+                assert_float64(found[slot], feed(apart[i], {own[i]: step[slot]})[own[i]], f"{counts} of {sizes}")
+                assert_state_equal(together.visible(slot), apart[i].visible(own[i]), f"{counts} of {sizes}")
 
 
 @pytest.mark.parametrize("chunks", [[20, 20], [20, 3, 9], [9, 9, 9], [33, 1, 1]])
