@@ -1,5 +1,6 @@
 """What worlds promise: ordered sums, groups of their own, and one error on all ranks for a fault on one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,18 +48,27 @@ def groups(world: World) -> tuple[int, int, float, float, list[int]]:
     return group.rank, group.size, both, everyone, group.gather_object(world.rank)
 
 
+def told_by(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except (RankDisagreement, FileNotFoundError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "not noticed"
+
+
 def disagreements(world: World) -> list[str]:
-    told = []
-    require_agreement(world, "max_num_seqs", 8)
-    for attempt in (
-        lambda: require_agreement(world, "max_num_seqs", 8 if world.rank else 4),
-        lambda: together(world, "loading", lambda: Path("/nowhere/shard").read_text() if world.rank else "loaded"),
-    ):
-        try:
-            attempt()
-        except RankDisagreement as error:
-            told.append(str(error))
-    return [*told, together(world, "loading", lambda: "all loaded")]
+    facts = {"max_num_seqs": 8 if world.rank else 4, "dtype": "bfloat16", **({"draft": True} if world.rank else {})}
+
+    def read_a_shard() -> str:
+        return Path("/nowhere/shard").read_text()
+
+    return [
+        told_by(lambda: require_agreement(world, facts)),
+        told_by(lambda: together(world, "loading", lambda: read_a_shard() if world.rank else "loaded")),
+        told_by(lambda: together(world, "loading", read_a_shard)),
+        told_by(lambda: require_agreement(world, {"max_num_seqs": 8})),
+        together(world, "loading", lambda: "all loaded"),
+    ]
 
 
 def test_sums_run_over_ranks_ascending_with_one_rounding():
@@ -93,9 +103,12 @@ def test_two_groups_in_one_world_sum_apart_and_together():
 def test_a_fault_or_another_opinion_on_one_rank_is_the_same_error_on_all():
     first, second = spawn(disagreements, 2)
     assert first == second
-    assert first[0] == "ranks disagree on max_num_seqs: rank 0: 4; rank 1: 8"
-    assert first[1].startswith("loading failed: rank 1: FileNotFoundError") and "rank 0" not in first[1]
-    assert first[2] == "all loaded"
+    opinion, fault, common, none, result = first
+    held = "draft (rank 0: '(absent)'; rank 1: True), max_num_seqs (rank 0: 4; rank 1: 8)"
+    assert opinion == f"RankDisagreement: ranks disagree on {held}"
+    assert fault.startswith("RankDisagreement: loading failed: rank 1: FileNotFoundError") and "rank 0" not in fault
+    assert common.startswith("FileNotFoundError"), "a fault that all share stays what it is"
+    assert none == "not noticed" and result == "all loaded"
 
 
 def test_a_group_size_that_does_not_divide_the_world_is_refused():

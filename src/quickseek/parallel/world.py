@@ -6,7 +6,7 @@ every decision that ranks share goes through ``all_reduce_min`` and ``gather_obj
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -163,21 +163,28 @@ def split(world: World, group_size: int) -> World:
     return chosen
 
 
-def require_agreement(world: World, name: str, value: Any) -> None:
-    """Return if every rank holds an equal ``value`` (picklable); else raise RankDisagreement, one text on all ranks.
+def require_agreement(world: World, facts: Mapping[str, Any]) -> None:
+    """Return if every rank holds equal ``facts`` (picklable); else raise RankDisagreement, one text on all ranks.
 
-    Collective: what ranks must decide alike (spec/decode.md A.7) is compared once, at start.
+    The error names each fact that differs and what each rank holds. Collective: what ranks must decide alike
+    (spec/decode.md A.7) is compared once, at start.
     """
-    values = world.gather_object(value)
-    if any(other != values[0] for other in values[1:]):
-        held = "; ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
-        raise RankDisagreement(f"ranks disagree on {name}: {held}")
+    everyone = world.gather_object(dict(facts))
+    names = sorted({name for held in everyone for name in held})
+    told = []
+    for name in names:
+        values = [held.get(name, "(absent)") for held in everyone]
+        if any(value != values[0] for value in values[1:]):
+            told.append(f"{name} ({'; '.join(f'rank {rank}: {value!r}' for rank, value in enumerate(values))})")
+    if told:
+        raise RankDisagreement(f"ranks disagree on {', '.join(told)}")
 
 
 def together(world: World, what: str, function: Callable[[], T]) -> T:
-    """``function()``, and if it raises an Exception on any rank, RankDisagreement with one text on all. Collective.
+    """``function()``; if it raises an Exception on some rank, every rank raises. Collective.
 
-    For the rank-local parts of a start-up, so that no rank waits in the next collective for one that gave up.
+    Where all ranks failed with the same text each raises its own error, else all raise RankDisagreement with one
+    text. For the rank-local parts of a start-up, so that no rank waits in the next collective for one that gave up.
     ``function`` itself must not use the world.
     """
     failure: Exception | None = None
@@ -187,6 +194,8 @@ def together(world: World, what: str, function: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     reports = world.gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None and all(report == reports[0] for report in reports):
+        raise failure
     if any(report is not None for report in reports):
         told = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None)
         raise RankDisagreement(f"{what} failed: {told}") from failure
