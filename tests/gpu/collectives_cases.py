@@ -167,8 +167,14 @@ def check(case: Case, rank: int, result: tuple[Tensor, Tensor | None]) -> None:
     _, wanted = mhc_boundary(
         zeros, streams, nothing, same, boundary["pre"], boundary["norm_weight"], boundary["norm_eps"]
     )
-    distance = int((ordered(layer_input) - ordered(wanted)).abs().max())
-    assert distance <= 2, f"rank {rank}: layer input {distance} BF16 ulp from the reference"
+    # Where the collapse cancels, its FP32 rounding (fused or not) outweighs BF16 steps: equality.md's rule for sums.
+    weights, gain = boundary["pre"].double()[..., None], boundary["norm_weight"].double()
+    collapsed = (streams.double() * weights).sum(1)
+    inverse = (collapsed.square().mean(-1, keepdim=True) + boundary["norm_eps"]).rsqrt()
+    slack = 2.0**-21 * (streams.double().abs() * weights.abs()).sum(1) * inverse * gain.abs()
+    distance = (ordered(layer_input) - ordered(wanted)).abs()
+    far = (distance > 2) & ((layer_input.double() - wanted.double()).abs() > slack)
+    assert not far.any(), f"rank {rank}: layer input {int(distance[far].max())} BF16 ulp from the reference"
     if case.kind == "quantize":
         check_copy(layer_input, *case.outputs[rank])
 

@@ -83,7 +83,7 @@ def test_lookup_writes_the_embedding_and_every_stream(hidden: int, streams: int)
     table = torch.randn(1000, hidden, device="cuda", dtype=torch.bfloat16)
     for rows in (1, 7, 48, 3000):
         ids = torch.randint(-3, 1004, (rows,), dtype=torch.int32, device="cuda")
-        ids[0] = -1
+        ids[-1], ids[0] = -1, 5
         embedding = torch.full((rows, hidden), torch.nan, dtype=torch.bfloat16, device="cuda")
         copies = torch.full((rows, streams, hidden), torch.nan, dtype=torch.bfloat16, device="cuda")
         embed_streams(ids, table, embedding, copies)

@@ -61,33 +61,39 @@ def test_mixed_calls_agree_in_bits_and_with_float64() -> None:
     assert spawn(mixed_calls, 2, device="cuda", timeout_s=240) == [0, 0]
 
 
-def capture(
-    instance: AllReduceMHC, world: World, rows: int, seeds: list[int]
-) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    cases = [make_case(2, rows, HIDDEN, STREAMS, seed, kind=KINDS[seed % 2], finalize=seed % 3 == 0) for seed in seeds]
-    expected = [one_call(instance, case, world.rank) for case in cases]
-    wrong = torch.zeros((), dtype=torch.int64, device=world.device)
-    for case in cases:
-        case.boundary = case.arguments(world.rank)
-        case.kind = "plain"
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for case, wanted in zip(cases, expected, strict=True):
-            wrong += ~same_bits(one_call(instance, case, world.rank), wanted)
-    return graph, wrong
+class Replay:
+    """A graph of calls with different inputs, and how many results differed from the eager ones."""
+
+    def __init__(self, instance: AllReduceMHC, world: World, rows: int, seeds: list[int]) -> None:
+        self.cases = [
+            make_case(2, rows, HIDDEN, STREAMS, seed, kind=KINDS[seed % 2], finalize=seed % 3 == 0) for seed in seeds
+        ]
+        self.expected = [one_call(instance, case, world.rank) for case in self.cases]
+        self.wrong = torch.zeros((), dtype=torch.int64, device=world.device)
+        for case in self.cases:
+            case.boundary, case.kind = case.arguments(world.rank), "plain"
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for case, wanted in zip(self.cases, self.expected, strict=True):
+                self.wrong += ~same_bits(one_call(instance, case, world.rank), wanted)
 
 
 def replays(world: World) -> int:
-    instance = build(world, 64)
-    small, small_wrong = capture(instance, world, 1, [1])
-    large, large_wrong = capture(instance, world, 8, [2, 3, 4, 5])
-    for _ in range(REPLAYS // 2):
-        small.replay()
-        large.replay()
+    instance = build(world, 384)
+    small, large, looped = (
+        Replay(instance, world, rows, seeds) for rows, seeds in ((1, [1]), (8, [2, 3, 4, 5]), (200, [6, 7]))
+    )
+    for turn in range(REPLAYS // 2):
+        small.graph.replay()
+        (looped if turn % 10 == 9 else large).graph.replay()
     torch.cuda.synchronize()
     instance.implementation.watchdog.check()
-    return int(small_wrong + large_wrong)
+    wrong = int(small.wrong + large.wrong + looped.wrong)
+    small.expected[0][0].view(torch.int16)[0, 0, 0] ^= 1
+    small.graph.replay()
+    assert int(small.wrong) == 1, "a difference of one bit must be counted"
+    return wrong
 
 
 def test_graphs_of_two_sizes_replay_alternately() -> None:

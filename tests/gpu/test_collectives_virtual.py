@@ -1,8 +1,12 @@
 """The fused collectives with all ranks on one GPU: bits across ranks, float64, adversarial inputs, time-outs."""
 
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,13 +71,13 @@ def test_other_widths_and_stream_counts_are_right(hidden: int, streams: int) -> 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_form_gives_the_same_bits(ranks: int) -> None:
-    one_shot = make_ranks(ranks, HIDDEN, STREAMS, 16, two_shot_rows=17)
-    two_shot = make_ranks(ranks, HIDDEN, STREAMS, 16, two_shot_rows=1)
-    replayed = make_ranks(ranks, HIDDEN, STREAMS, 16, two_shot_rows=17, replay_multicast=True)
-    owners_replayed = make_ranks(ranks, HIDDEN, STREAMS, 16, two_shot_rows=1, replay_multicast=True)
+    one_shot = make_ranks(ranks, HIDDEN, STREAMS, 48, two_shot_rows=49)
+    two_shot = make_ranks(ranks, HIDDEN, STREAMS, 48, two_shot_rows=1)
+    replayed = make_ranks(ranks, HIDDEN, STREAMS, 48, two_shot_rows=49, replay_multicast=True)
+    owners_replayed = make_ranks(ranks, HIDDEN, STREAMS, 48, two_shot_rows=1, replay_multicast=True)
     side = streams_for(ranks)
     for seed in range(6):
-        case = make_case(ranks, 1 + seed, HIDDEN, STREAMS, seed, kind=KINDS[seed % 3], finalize=seed % 2 == 1)
+        case = make_case(ranks, 1 + 7 * seed, HIDDEN, STREAMS, seed, kind=KINDS[seed % 3], finalize=seed % 2 == 1)
         expected = phased(one_shot, case)
         for form in (phased(two_shot, case), phased(replayed, case), phased(owners_replayed, case)):
             assert all(same_bits(one, other) for one, other in zip(expected, form, strict=True))
@@ -235,45 +239,58 @@ def test_thousands_of_mixed_calls_agree(ranks: int) -> None:
             assert (mailbox.local.view(torch.int16) == SENTINEL).all(), "a slot was not cleared"
 
 
-def capture(instances: Sequence[AllReduceMHC], seeds: Sequence[int], rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of concurrent calls with different inputs, and the count of results that differed from the first run."""
-    ranks, side = len(instances), streams_for(len(instances))
-    cases = [
-        make_case(ranks, rows, HIDDEN, STREAMS, seed, kind=KINDS[seed % 2], finalize=seed % 3 == 0) for seed in seeds
-    ]
-    expected = [concurrent(instances, case, side)[0] for case in cases]
-    wrong = torch.zeros(ranks, dtype=torch.int64, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    arguments = [[case.arguments(rank) for rank in range(ranks)] for case in cases]
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for stream in side:
-            stream.wait_stream(torch.cuda.current_stream())
-        for rank, instance in enumerate(instances):
-            with torch.cuda.stream(side[rank]):
-                for case, given, wanted in zip(cases, arguments, expected, strict=True):
-                    if case.routed is None:
-                        result = instance(case.partials[rank], **given[rank])
-                    else:
-                        result = instance.finalize(*routed_arguments(case.routed[rank]), **given[rank])
-                    wrong[rank] += ~same_bits(result, wanted)
-        for stream in side:
-            torch.cuda.current_stream().wait_stream(stream)
-    return graph, wrong
+class Replay:
+    """A graph a rank of calls with different inputs, and how many results differed from the eager ones."""
+
+    def __init__(
+        self, instances: Sequence[AllReduceMHC], side: Sequence[torch.cuda.Stream], seeds: Sequence[int], rows: int
+    ) -> None:
+        ranks = len(instances)
+        self.side = side
+        self.cases = [
+            make_case(ranks, rows, HIDDEN, STREAMS, seed, kind=KINDS[seed % 2], finalize=seed % 3 == 0)
+            for seed in seeds
+        ]
+        self.expected = [concurrent(instances, case, side)[0] for case in self.cases]
+        self.arguments = [[case.arguments(rank) for rank in range(ranks)] for case in self.cases]
+        self.wrong = torch.zeros(ranks, dtype=torch.int64, device="cuda")
+        self.graphs = [self._capture(rank, instance) for rank, instance in enumerate(instances)]
+
+    def _capture(self, rank: int, instance: AllReduceMHC) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=self.side[rank]):
+            for case, arguments, wanted in zip(self.cases, self.arguments, self.expected, strict=True):
+                if case.routed is None:
+                    result = instance(case.partials[rank], **arguments[rank])
+                else:
+                    result = instance.finalize(*routed_arguments(case.routed[rank]), **arguments[rank])
+                self.wrong[rank] += ~same_bits(result, wanted)
+        return graph
+
+    def run(self) -> None:
+        for graph, stream in zip(self.graphs, self.side, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
 
 
 @pytest.mark.parametrize(("ranks", "replays"), [(2, 50_000), (4, 50_000)])
 def test_graphs_of_two_sizes_replay_alternately(ranks: int, replays: int) -> None:
     """Each graph makes a number of calls that 3 does not divide, so that every replay starts at another generation."""
-    instances = make_ranks(ranks, HIDDEN, STREAMS, 8)
-    small, small_wrong = capture(instances, [1], 1)
-    large, large_wrong = capture(instances, [2, 3, 4, 5], 4)
-    for _ in range(replays // 2):
-        small.replay()
-        large.replay()
+    instances, side = make_ranks(ranks, HIDDEN, STREAMS, 8), streams_for(ranks)
+    small, large = Replay(instances, side, [1], 1), Replay(instances, side, [2, 3, 4, 5], 4)
+    for turn in range(replays // 2):
+        small.run()
+        large.run()
+        if turn % 1000 == 999:
+            torch.cuda.synchronize()
     torch.cuda.synchronize()
     instances[0].implementation.watchdog.check()
-    assert int(small_wrong.sum()) == 0 and int(large_wrong.sum()) == 0
+    assert int(small.wrong.sum()) == 0 and int(large.wrong.sum()) == 0
+    large.expected[2][0].view(torch.int16)[0, 0, 0] ^= 1
+    large.run()
+    torch.cuda.synchronize()
+    assert int(large.wrong.sum()) == ranks, "a difference of one bit must be counted"
 
 
 def test_a_missing_rank_is_named_and_reset_restores_service() -> None:
@@ -343,3 +360,13 @@ def test_mixes_may_have_a_trailing_dimension_and_routed_tensors_are_checked() ->
     wrong: Routed = replace(case.routed[0], expert_weights=case.routed[0].expert_weights.bfloat16())
     with pytest.raises(ValueError, match="expert_weights"):
         instance.finalize(*routed_arguments(wrong), **boundary)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_phased_schedule_is_clean_under_the_sanitizer(tool: str) -> None:
+    script = Path(__file__).with_name("collectives_phased.py")
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "phased schedule done" in done.stdout, done.stdout[-3000:]

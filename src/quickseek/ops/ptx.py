@@ -123,16 +123,20 @@ def load_shared(address: Any) -> Any:
     return inline_ptx("ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
 
 
-def expect_bytes(barrier: Any, count: int) -> None:
-    """Prepare an mbarrier (8 bytes of shared memory) for one phase that ends once ``count`` bytes have arrived.
+def open_barrier(barrier: Any, count: int) -> None:
+    """Prepare an mbarrier (8 bytes of shared memory) whose first phase ends once ``count`` bytes have arrived.
 
     For one thread of the block; siblings may send after the cluster barrier that follows.
     """
+    inline_ptx("mbarrier.init.shared::cta.b64 [{$r0}], 1;", read_only_args=[barrier])
+    expect_bytes(barrier, count)
+    inline_ptx("fence.mbarrier_init.release.cluster;")
+
+
+def expect_bytes(barrier: Any, count: int) -> None:
+    """The current phase of an mbarrier ends once ``count`` bytes have arrived; for one thread, once a phase."""
     inline_ptx(
-        "mbarrier.init.shared::cta.b64 [{$r0}], 1; "
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1}; "
-        "fence.mbarrier_init.release.cluster;",
-        read_only_args=[barrier, Uint32(count)],
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[barrier, Uint32(count)]
     )
 
 
@@ -149,11 +153,11 @@ def send_cluster(address: Any, barrier: Any, block: Any, value: Any) -> None:
     )
 
 
-def await_bytes(barrier: Any) -> None:
-    """Return once the first phase of an mbarrier is over. Its senders are blocks of the same cluster."""
+def await_bytes(barrier: Any, parity: Any) -> None:
+    """Return once the mbarrier's phase of this parity (0, 1, 0, ...) is over; its senders are blocks of the cluster."""
     inline_ptx(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], 0; @!done bra again; }",
-        read_only_args=[barrier],
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}; @!done bra again; }",
+        read_only_args=[barrier, parity],
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quickseek.ops.collectives.boundary import BoundaryKernel
+from quickseek.ops.collectives.boundary import BoundaryKernel, fitting_threads
 from quickseek.ops.collectives.compiled import compiled, current_stream
 from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
 from quickseek.ops.collectives.push import GENERATIONS, form_of
@@ -16,10 +16,10 @@ from quickseek.parallel.watchdog import Watchdog
 
 SENTINEL_HALF = -0x8000
 STATE_WORDS = 4
-BLOCKS_PER_MULTIPROCESSOR = 4
-"""Blocks of 128 threads and at most 128 registers that certainly fit; half of that budget may spin."""
+SPARE_THREADS = 128
+"""Threads' worth of every multiprocessor that waiting blocks leave free, for a gather on another CUDA stream."""
 
-BOUNDARY_ARGUMENTS = "a" * 9 + "f" + "a" * 10 + "iii"
+BOUNDARY_ARGUMENTS = "a" * 9 + "f" + "a" * 10 + "iiii"
 PUBLISH_ARGUMENTS = "a" * 7 + "ii"
 OWNER_ARGUMENTS = "a" * 6 + "iii"
 
@@ -43,10 +43,8 @@ class FusedAllReduceMHC:
         self.bt_min_finalize_rows = min(absent, shape.two_shot_rows or self.thresholds.two_shot_finalize_rows or absent)
         if self.ranks == 1:
             self.bt_min_rows = self.bt_min_finalize_rows = absent
-        self.resident_rows = self._resident_rows()
-        self.fused_rows = (
-            shape.max_num_tokens if self.ranks == 1 else min(self.thresholds.fused_rows, self.resident_rows)
-        )
+        self.resident_clusters = self._resident_clusters()
+        self.fused_rows = shape.max_num_tokens if self.ranks == 1 else self.thresholds.fused_rows
         self._pending: tuple[int, bool] | None = None
         self._allocate()
         self.compile()
@@ -56,10 +54,12 @@ class FusedAllReduceMHC:
 
     # ------------------------------------------------------------------------------------------ construction
 
-    def _resident_rows(self) -> int:
+    def _resident_clusters(self) -> int:
+        """Clusters that may wait for peers at once: all of them run, and room is left for what runs beside them."""
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        slots = processors * BLOCKS_PER_MULTIPROCESSOR * 128 // self.threads // 2
-        return max(1, slots // self.cluster // self.fabric.ranks_on_device)
+        trips = -(-self.shape.hidden_size // 8 // (self.threads * self.cluster))
+        blocks = processors * (fitting_threads(self.ranks, trips) - SPARE_THREADS) // self.threads
+        return max(1, blocks // self.cluster // self.fabric.ranks_on_device)
 
     def _allocate(self) -> None:
         capacity, hidden = self.shape.max_num_tokens, self.shape.hidden_size
@@ -157,11 +157,13 @@ class FusedAllReduceMHC:
 
     def _call(self, x: Tensor, routed: Routed | None, boundary: Boundary) -> Result:
         rows = x.shape[0]
-        fits = self.ranks == 1 or self.fabric.ranks_on_device == 1 or rows <= self.resident_rows
-        require(fits, f"{rows} rows on ranks that share a GPU: at most {self.resident_rows}, or publish and collect")
         if rows < self._two_shot_from(routed) and rows <= self.fused_rows:
             self._check_idle()
             return self._launch_boundary("fused", x, routed, boundary, rows)
+        fits = self.fabric.ranks_on_device == 1 or rows <= self.resident_clusters
+        require(
+            fits, f"{rows} rows on ranks that share a GPU: at most {self.resident_clusters}, or publish and collect"
+        )
         self.publish(x, routed)
         self.sum_owned()
         return self.collect(boundary)
@@ -235,6 +237,7 @@ class FusedAllReduceMHC:
             0 if mailbox is None else mailbox.peer_pointers.data_ptr(),
             0 if mailbox is None else mailbox.multicast_pointer,
             state.data_ptr(), self.watchdog.control, self.budget, self.instance, self.fabric.rank, rows,
+            min(rows, self.resident_clusters) if source == "fused" and self.ranks > 1 else rows,
             current_stream(self.device),
         )  # fmt: skip
         return streams, output

@@ -32,11 +32,18 @@ BYTES = FRAGMENT * 2
 A8_FLOOR = 1e-4
 A8_RECIPROCAL = float.fromhex("0x1.24924ap-9")
 """FP32 1/448 (bits 0x3B124925)."""
+SEND_BATCH = 4
+"""Rows of a cluster whose x is requested before the first is sent."""
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
+def fitting_threads(ranks: int, trips: int) -> int:
+    """Threads that the compiled kernel leaves room for on a multiprocessor: 100 or 128 registers each."""
+    return 640 if ranks in (2, 4) and trips == 1 else 512
+
+
 class BoundaryKernel:
-    """Grid (rows, cluster), one cluster a row, ``threads`` a block, one or more fragments of 8 elements a thread.
+    """Grid (clusters, blocks of a cluster); a cluster takes rows in strides of the grid, a thread fragments of 8.
 
     Read before the grid wait: the norm weight and the peer table, which no kernel of a step writes. Streams, mixes,
     contributions, generations and mailboxes are read after it, and nothing is written before it.
@@ -59,12 +66,17 @@ class BoundaryKernel:
         stride: int = 0,
     ) -> None:
         self.hidden, self.streams, self.ranks, self.capacity = hidden, streams, ranks, capacity
-        self.threads, self.cluster, self.warps = threads, cluster, threads // 32
+        self.threads, self.cluster = threads, cluster
         self.fragments = hidden // FRAGMENT
         self.trips = -(-self.fragments // (threads * cluster))
         self.source, self.normalise, self.quantize, self.top_k = source, normalise, quantize, top_k
         self.form, self.stride = form, stride
         self.fused = source == "fused"
+        self.sends = self.fused and ranks > 1
+        # A multicast store reaches the own mailbox too, where it must be read and cleared like any other.
+        self.keeps_own = self.fused and (ranks == 1 or (form == "unicast" and top_k == 0))
+        self.batch = 1 if top_k > 0 else SEND_BATCH
+        self.slots = cluster * threads // 32
         self.polled = 1 if source == "reduced" else ranks
         self.wait = BoundedWait(ranks, 2 if source == "reduced" else 0, halves=True)
 
@@ -94,14 +106,16 @@ class BoundaryKernel:
         instance: Int32,
         rank: Int32,
         rows: Int32,
+        clusters: Int32,
         stream: Any,
     ) -> None:
         self.kernel(
             x, gemm2, weights, indices, residual, post, comb, pre, gamma, epsilon, streams, output, values, scales,
-            mailbox, table, multicast, state, control, budget, instance, rank, rows,
+            mailbox, table, multicast, state, control, budget, instance, rank, rows, clusters,
         ).launch(
-            grid=(rows, self.cluster, 1), block=(self.threads, 1, 1), cluster=(1, self.cluster, 1),
-            stream=stream, use_pdl=True,
+            grid=(clusters, self.cluster, 1), block=(self.threads, 1, 1), cluster=(1, self.cluster, 1),
+            min_blocks_per_mp=max(1, fitting_threads(self.ranks, self.trips) // self.threads),
+            preferred_smem_carveout=0, stream=stream, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -130,28 +144,29 @@ class BoundaryKernel:
         instance: Int32,
         rank: Int32,
         rows: Int32,
+        clusters: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        token, block, _ = cute.arch.block_idx()
+        first, block, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         partials = Int32(0)
-        barrier = Int32(0)
+        barriers = Int32(0)
         if cutlass.const_expr(self.normalise):
-            slots = self.cluster * self.warps
-            partials = cute.arch.alloc_smem(Float32, slots, 16).toint()
+            partials = cute.arch.alloc_smem(Float32, 2 * self.slots, 16).toint()
             if cutlass.const_expr(self.cluster > 1):
-                barrier = cute.arch.alloc_smem(Int64, 1, 8).toint()
+                barriers = cute.arch.alloc_smem(Int64, 2, 8).toint()
                 if thread == 0:
-                    ptx.expect_bytes(barrier, 4 * slots)
+                    ptx.open_barrier(barriers, 4 * self.slots)
+                    ptx.open_barrier(barriers + 8, 4 * self.slots)
                 # A block may store into its siblings' shared memory only once they run and expect it.
                 cute.arch.cluster_arrive_relaxed()
-        peers = load_peers(table, self.ranks) if cutlass.const_expr(self.fused and self.ranks > 1) else []
+        peers = load_peers(table, self.ranks) if cutlass.const_expr(self.sends) else []
         gammas = cute.make_rmem_tensor((4 * self.trips,), Uint32)
         if cutlass.const_expr(self.normalise):
             for trip in cutlass.range_constexpr(self.trips):
                 self.load_gamma(gammas, trip, gamma, self.fragment(trip, block, thread))
-        if cutlass.const_expr(self.normalise and self.cluster > 1):
-            cute.arch.cluster_wait()
+            if cutlass.const_expr(self.cluster > 1):
+                cute.arch.cluster_wait()
         cute.arch.griddepcontrol_wait()
 
         generation = Int32(0)
@@ -159,72 +174,69 @@ class BoundaryKernel:
         if cutlass.const_expr(self.ranks > 1):
             generation = ptx.load_volatile_word(state + (NEXT if self.fused else ACTIVE)).bitcast(Int32)
             aborted = ptx.load_volatile_word(control)
-        first = mailbox + slot_offset(generation, 0, self.polled, token, self.capacity, self.hidden)
-        slots = self.capacity * self.hidden * 2
-        # A multicast store reaches the own mailbox too, where it must be read and cleared like any other.
-        own = rank if cutlass.const_expr(self.fused and self.form == "unicast") else Int32(-1)
-        held = cute.make_rmem_tensor((4 * self.streams * self.trips,), Uint32)
-        packs = cute.make_rmem_tensor((4 * self.polled * self.trips,), Uint32)
-        collapsed = cute.make_rmem_tensor((4 * self.trips,), Uint32)
-        collapsed.fill(0)
-
-        # Everything this rank sends leaves before it waits for anything, and every load is under way before that.
-        for trip in cutlass.range_constexpr(self.trips):
-            fragment = self.fragment(trip, block, thread)
-            if fragment < self.fragments:
-                column = Int64(fragment) * BYTES
-                if cutlass.const_expr(self.fused and self.top_k > 0):
-                    routes = load_routes(weights, indices, token, self.top_k)
-                elif cutlass.const_expr(self.fused):
-                    words = ptx.load_pack(x + Int64(token) * (self.hidden * 2) + column)
-                for lane in cutlass.range_constexpr(self.streams):
-                    address = residual + self.stream_offset(token, lane, fragment)
-                    self.keep(held, trip * self.streams + lane, ptx.load_pack(address))
-                if cutlass.const_expr(self.fused):
-                    if cutlass.const_expr(self.top_k > 0):
-                        words = finalized(routes, gemm2, x, token, column, self.hidden)
-                    self.contribute(packs, trip, sanitised(words), token, column, generation, rank, peers, multicast)
-        mixes = self.load_mixes(post, comb, pre, token)
         arrived = Uint32(0)
-        if cutlass.const_expr(self.fused and self.ranks > 1):
+        if cutlass.const_expr(self.sends):
+            # Everything this rank sends leaves before it waits for anything.
+            for token in cutlass.range(first, rows, clusters * self.batch, unroll=1):
+                self.send(
+                    x, gemm2, weights, indices, token, block, thread, rows, clusters, generation, rank, peers, multicast
+                )
             # Not before every thread of the block has its generation.
             cute.arch.sync_threads()
             if thread == 0:
                 arrived = ptx.atomic_add(state + ARRIVED, Uint32(1))
+        if cutlass.const_expr(self.quantize):
+            self.zero_padding(scales, first, block, thread, rows, clusters)
 
-        for trip in cutlass.range_constexpr(self.trips):
-            fragment = self.fragment(trip, block, thread)
-            if fragment < self.fragments:
-                part = cute.make_rmem_tensor((4 * self.polled,), Uint32)
-                self.copy(part, packs, 4 * self.polled * trip)
-                if cutlass.const_expr(self.ranks > 1):
-                    self.wait.poll(
-                        part, first + Int64(fragment) * BYTES, slots, self.polled, own,
-                        aborted, control, budget, instance, rank, generation, token, fragment,
-                    )  # fmt: skip
-                self.spread(part, held, trip, mixes, collapsed)
+        # The own contribution comes from x where that is all there is to it, else through the own mailbox.
+        own = rank if cutlass.const_expr(self.keeps_own) else Int32(-1)
+        slots = self.capacity * self.hidden * 2
+        turn = Int32(0)
+        for token in cutlass.range(first, rows, clusters, unroll=1):
+            base = mailbox + slot_offset(generation, 0, self.polled, token, self.capacity, self.hidden)
+            held = cute.make_rmem_tensor((4 * self.streams * self.trips,), Uint32)
+            packs = cute.make_rmem_tensor((4 * self.polled * self.trips,), Uint32)
+            collapsed = cute.make_rmem_tensor((4 * self.trips,), Uint32)
+            collapsed.fill(0)
+            for trip in cutlass.range_constexpr(self.trips):
+                fragment = self.fragment(trip, block, thread)
+                if fragment < self.fragments:
+                    self.load_row(packs, held, trip, x, gemm2, weights, indices, residual, token, fragment)
+            mixes = self.load_mixes(post, comb, pre, token)
+            for trip in cutlass.range_constexpr(self.trips):
+                fragment = self.fragment(trip, block, thread)
+                if fragment < self.fragments:
+                    part = cute.make_rmem_tensor((4 * self.polled,), Uint32)
+                    self.copy(part, packs, 4 * self.polled * trip)
+                    if cutlass.const_expr(self.ranks > 1):
+                        self.wait.poll(
+                            part, base + Int64(fragment) * BYTES, slots, self.polled, own,
+                            aborted, control, budget, instance, rank, generation, token, fragment,
+                        )  # fmt: skip
+                    self.spread(part, held, trip, mixes, collapsed)
 
-        # The exchange of partial sums is under way while the streams are written.
-        if cutlass.const_expr(self.normalise):
-            self.share(partials, barrier, self.square_sum(collapsed), block, thread)
-        for trip in cutlass.range_constexpr(self.trips):
-            fragment = self.fragment(trip, block, thread)
-            if fragment < self.fragments:
-                for lane in cutlass.range_constexpr(self.streams):
-                    place = 4 * (trip * self.streams + lane)
-                    words = [held[place + word] for word in range(4)]
-                    ptx.store_pack(streams + self.stream_offset(token, lane, fragment), words)
-                if cutlass.const_expr(self.ranks > 1):
-                    for source in cutlass.range_constexpr(self.polled):
-                        if source != own:
-                            slot = first + Int64(fragment) * BYTES + source * slots
-                            ptx.store_pack(slot, [Uint32(SENTINEL)] * 4)
+            # The exchange of partial sums is under way while the streams are written.
+            buffer = partials + (turn & 1) * (4 * self.slots)
+            barrier = barriers + (turn & 1) * 8
+            if cutlass.const_expr(self.normalise):
+                self.share(buffer, barrier, self.square_sum(collapsed), block, thread)
+            for trip in cutlass.range_constexpr(self.trips):
+                fragment = self.fragment(trip, block, thread)
+                if fragment < self.fragments:
+                    self.store_streams(held, trip, streams, token, fragment)
+                    if cutlass.const_expr(self.ranks > 1):
+                        for source in cutlass.range_constexpr(self.polled):
+                            if source != own:
+                                slot = base + Int64(fragment) * BYTES + source * slots
+                                ptx.store_pack(slot, [Uint32(SENTINEL)] * 4)
+            if cutlass.const_expr(self.normalise):
+                self.norm(
+                    collapsed, gammas, buffer, barrier, (turn >> 1) & 1, epsilon, output, values, scales,
+                    token, block, thread,
+                )  # fmt: skip
+            turn = turn + 1
         if cutlass.const_expr(self.ranks > 1):
-            self.advance(state, control, instance, rank, generation, token, block, thread, rows, arrived, aborted)
-        if cutlass.const_expr(self.normalise):
-            self.norm(
-                collapsed, gammas, partials, barrier, epsilon, output, values, scales, token, block, thread, rows
-            )  # fmt: skip
+            self.advance(state, control, instance, rank, generation, first, block, thread, clusters, arrived, aborted)
 
     # ------------------------------------------------------------------------------------------ addresses
 
@@ -261,25 +273,76 @@ class BoundaryKernel:
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def contribute(
+    @cute.jit
+    def send(
         self,
-        packs: Any,
-        trip: int,
-        words: Any,
+        x: Any,
+        gemm2: Any,
+        weights: Any,
+        indices: Any,
         token: Any,
-        column: Any,
+        block: Any,
+        thread: Any,
+        rows: Any,
+        clusters: Any,
         generation: Any,
         rank: Any,
         peers: Any,
         multicast: Any,
     ) -> None:
-        """Send this rank's fragment to the peers and keep it as every source's value, for the poll to overwrite."""
-        if self.ranks > 1:
-            own = rank if self.form == "unicast" else None
-            offset = slot_offset(generation, rank, self.ranks, token, self.capacity, self.hidden) + column
-            push_everywhere(peers, multicast, self.form, offset, words, own=own, stride=self.stride)
-        for source in range(self.polled):
-            self.keep(packs, trip * self.polled + source, words)
+        """Send this rank's fragments of up to ``batch`` rows to the peers."""
+        count = self.batch * self.trips
+        words = cute.make_rmem_tensor((4 * count,), Uint32)
+        for number in cutlass.range_constexpr(count):
+            row = token + (number // self.trips) * clusters
+            fragment = self.fragment(number % self.trips, block, thread)
+            if row < rows and fragment < self.fragments:
+                self.keep(words, number, self.contribution(x, gemm2, weights, indices, row, fragment))
+        for number in cutlass.range_constexpr(count):
+            row = token + (number // self.trips) * clusters
+            fragment = self.fragment(number % self.trips, block, thread)
+            if row < rows and fragment < self.fragments:
+                own = rank if cutlass.const_expr(self.keeps_own) else None
+                offset = slot_offset(generation, rank, self.ranks, row, self.capacity, self.hidden)
+                offset = offset + Int64(fragment) * BYTES
+                pack = sanitised([words[4 * number + word] for word in range(4)])
+                push_everywhere(peers, multicast, self.form, offset, pack, own=own, stride=self.stride)
+
+    def contribution(self, x: Any, gemm2: Any, weights: Any, indices: Any, token: Any, fragment: Any) -> Any:
+        """A fragment of what this rank adds to the sum, not yet sanitised."""
+        column = Int64(fragment) * BYTES
+        if self.top_k > 0:
+            routes = load_routes(weights, indices, token, self.top_k)
+            return finalized(routes, gemm2, x, token, column, self.hidden)
+        return ptx.load_pack(x + Int64(token) * (self.hidden * 2) + column)
+
+    def load_row(
+        self,
+        packs: Any,
+        held: Any,
+        trip: int,
+        x: Any,
+        gemm2: Any,
+        weights: Any,
+        indices: Any,
+        residual: Any,
+        token: Any,
+        fragment: Any,
+    ) -> None:
+        """The streams and, where it is kept, the own contribution as every source's value, for polls to overwrite."""
+        if self.keeps_own:
+            words = sanitised(self.contribution(x, gemm2, weights, indices, token, fragment))
+            for source in range(self.polled):
+                self.keep(packs, trip * self.polled + source, words)
+        for lane in range(self.streams):
+            address = residual + self.stream_offset(token, lane, fragment)
+            self.keep(held, trip * self.streams + lane, ptx.load_pack(address))
+
+    def store_streams(self, held: Any, trip: int, streams: Any, token: Any, fragment: Any) -> None:
+        for lane in range(self.streams):
+            place = 4 * (trip * self.streams + lane)
+            words = [held[place + word] for word in range(4)]
+            ptx.store_pack(streams + self.stream_offset(token, lane, fragment), words)
 
     def spread(self, packs: Any, held: Any, trip: int, mixes: Any, collapsed: Any) -> None:
         """mHC post of one fragment, in place of the streams held, and its collapse (spec/decode.md 0.1)."""
@@ -318,6 +381,7 @@ class BoundaryKernel:
         gammas: Any,
         partials: Any,
         barrier: Any,
+        parity: Any,
         epsilon: Any,
         output: Any,
         values: Any,
@@ -325,15 +389,20 @@ class BoundaryKernel:
         token: Any,
         block: Any,
         thread: Any,
-        rows: Any,
     ) -> None:
-        """RMSNorm over the cluster, in an order of additions that the geometry alone fixes."""
+        """RMSNorm over the cluster, in an order of additions that the geometry alone fixes.
+
+        Two buffers and two barriers alternate: a sibling can send for row i + 1 while this block still reads row i,
+        but for row i + 2 only once every warp here has sent for row i + 1, after its reads of row i.
+        """
         if cutlass.const_expr(self.cluster > 1):
-            ptx.await_bytes(barrier)
+            ptx.await_bytes(barrier, parity)
+            if thread == 0:
+                ptx.expect_bytes(barrier, 4 * self.slots)
         else:
             cute.arch.sync_threads()
         total = ptx.load_shared(partials)
-        for slot in cutlass.range_constexpr(1, self.cluster * self.warps):
+        for slot in cutlass.range_constexpr(1, self.slots):
             total = total + ptx.load_shared(partials + 4 * slot)
         inverse = ptx.reciprocal_sqrt(ptx.fused_multiply_add(total, Float32(1.0 / self.hidden), epsilon))
         for trip in cutlass.range_constexpr(self.trips):
@@ -349,8 +418,6 @@ class BoundaryKernel:
                 ptx.store_pack(output + row * 2 + Int64(fragment) * BYTES, words)
                 if cutlass.const_expr(self.quantize):
                     self.copy_a8(words, values + row + Int64(fragment) * FRAGMENT, scales, token, fragment)
-        if cutlass.const_expr(self.quantize):
-            self.zero_padding(scales, token, block, thread, rows)
 
     def square_sum(self, collapsed: Any) -> Any:
         """A warp's sum of squares, the same in all its lanes."""
@@ -362,7 +429,7 @@ class BoundaryKernel:
     @cute.jit
     def share(self, partials: Any, barrier: Any, total: Any, block: Any, thread: Any) -> None:
         """Send a warp's partial sum to every block of the cluster; ``norm`` waits for all of them."""
-        lane, slot = thread % 32, block * self.warps + thread // 32
+        lane, slot = thread % 32, block * (self.threads // 32) + thread // 32
         if cutlass.const_expr(self.cluster > 1):
             if lane < self.cluster:
                 ptx.send_cluster(partials + 4 * slot, barrier, lane, total)
@@ -394,13 +461,24 @@ class BoundaryKernel:
         return Int64(tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4)
 
     @cute.jit
-    def zero_padding(self, scales: Any, token: Any, block: Any, thread: Any, rows: Any) -> None:
-        """Zero the scales of rows that fill up the last tile, a word at a time over the whole grid."""
-        words = self.hidden // 128
-        start = (token * self.cluster + block) * self.threads + thread
-        end = ((rows + 127) // 128 * 128 - rows) * words
-        for index in cutlass.range(start, end, rows * self.cluster * self.threads, unroll=1):
-            ptx.store_word(scales + self.scale_offset(rows + index // words, 4 * (index % words)), Uint32(0))
+    def zero_padding(self, scales: Any, first: Any, block: Any, thread: Any, rows: Any, clusters: Any) -> None:
+        """Zero the scales of rows that fill up the last tile of 128, spread over the whole grid.
+
+        16 bytes hold the four columns of rows j, j + 32, j + 64 and j + 96 of a tile.
+        """
+        tiles = self.hidden // 128
+        start = (first * self.cluster + block) * self.threads + thread
+        last = rows // 128
+        end = ((rows + 127) // 128 - last) * (32 * tiles)
+        for index in cutlass.range(start, end, clusters * self.cluster * self.threads, unroll=1):
+            row = last * 128 + index % 32
+            group = scales + Int64(last * tiles + index // 32) * 512 + (index % 32) * 16
+            if row >= rows:
+                ptx.store_pack(group, [Uint32(0)] * 4)
+            else:
+                for quarter in cutlass.range_constexpr(1, 4):
+                    if row + 32 * quarter >= rows:
+                        ptx.store_word(group + 4 * quarter, Uint32(0))
 
     @cute.jit
     def advance(
@@ -410,21 +488,21 @@ class BoundaryKernel:
         instance: Any,
         rank: Any,
         generation: Any,
-        token: Any,
+        first: Any,
         block: Any,
         thread: Any,
-        rows: Any,
+        clusters: Any,
         arrived: Any,
         aborted: Any,
     ) -> None:
         """Turn the generation once: in the fused form by the last block to have read it."""
         if thread == 0:
             if cutlass.const_expr(self.fused):
-                if arrived == Uint32(rows * self.cluster - 1):
+                if arrived == Uint32(clusters * self.cluster - 1):
                     ptx.store_word(state + ARRIVED, Uint32(0))
                     ptx.store_word(state + NEXT, next_generation(generation))
-            if token == 0 and block == 0:
+            if first == 0 and block == 0:
                 if cutlass.const_expr(self.source == "collect"):
                     ptx.store_word(state + NEXT, next_generation(generation))
                 if aborted != Uint32(0):
-                    self.wait.report(control, instance, rank, generation, token, Int32(0), Uint32(0))
+                    self.wait.report(control, instance, rank, generation, Int32(0), Int32(0), Uint32(0))

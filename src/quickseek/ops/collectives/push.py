@@ -102,8 +102,9 @@ def finalized(
         weight = ptx.choose(here, scale, Float32(0.0))
         for index, word in enumerate(row):
             low, high = ptx.unpack_bf16(ptx.choose(here, word, Uint32(0)))
-            sums[2 * index] = ptx.fused_multiply_add(low, weight, sums[2 * index])
-            sums[2 * index + 1] = ptx.fused_multiply_add(high, weight, sums[2 * index + 1])
+            # Products are rounded like anyone else's, so that contributions can be compared in bits.
+            sums[2 * index] = sums[2 * index] + ptx.multiply(low, weight)
+            sums[2 * index + 1] = sums[2 * index + 1] + ptx.multiply(high, weight)
     for index, word in enumerate(last):
         low, high = ptx.unpack_bf16(word)
         sums[2 * index], sums[2 * index + 1] = sums[2 * index] + low, sums[2 * index + 1] + high
