@@ -7,6 +7,11 @@ SCRATCH = 0
 """Block, and request slot, that absorbs what must not be kept; never handed out (as in ops/cache.py)."""
 
 
+def rows_ahead(num_speculative_tokens: int) -> int:
+    """Rows beyond its known length for which a decoding request owns blocks: two cycles' (design.md 4.7)."""
+    return 2 * (num_speculative_tokens + 1)
+
+
 class BlockPool:
     """``num_blocks`` blocks of ``block_tokens`` positions, numbered from 0; block 0 is scratch (design.md 4.4).
 

@@ -4,13 +4,12 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from quickseek.config import ModelConfig
+from quickseek.engine.blocks import rows_ahead
+from quickseek.engine.pools import BLOCK_MULTIPLE
 from quickseek.errors import ConfigError
 from quickseek.model.context import PAGED_GROUP
 from quickseek.model.state import CacheSpec, cache_specs
 from quickseek.numerics import Numerics
-
-BLOCK_MULTIPLE = 8
-"""A block's size in tokens is a multiple of it (design.md 4.4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +101,8 @@ class MemoryPlan:
 
     @property
     def rows_ahead(self) -> int:
-        """Rows beyond its known length for which a decoding request owns blocks: two cycles' (design.md 4.7)."""
-        return 2 * (self.num_speculative_tokens + 1)
+        """Rows beyond its known length for which a decoding request owns blocks."""
+        return rows_ahead(self.num_speculative_tokens)
 
     @property
     def num_slots(self) -> int:

@@ -18,7 +18,7 @@ completed before the next one: a request may be waiting for it.
 from bisect import insort
 from dataclasses import dataclass
 
-from quickseek.engine.blocks import BlockPool, Holding, LiveBlocks, Retired, SlotPool
+from quickseek.engine.blocks import BlockPool, Holding, LiveBlocks, Retired, SlotPool, rows_ahead
 from quickseek.engine.prefix import Hit, PrefixCache, Snapshot
 from quickseek.engine.request import Request, Status
 from quickseek.engine.tick import PrefillChunk, Restore, Save, TableUpdate, Tick
@@ -47,8 +47,8 @@ class SchedulerLimits:
 
     @property
     def rows_ahead(self) -> int:
-        """Rows beyond its known length for which a decoding request owns blocks: two cycles' (design.md 4.7)."""
-        return 2 * (self.num_speculative_tokens + 1)
+        """Rows beyond its known length for which a decoding request owns blocks."""
+        return rows_ahead(self.num_speculative_tokens)
 
 
 @dataclass
