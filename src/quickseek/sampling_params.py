@@ -104,7 +104,7 @@ class SamplingParams:
         self._check("n", type(self.n) is int and self.n == 1, "1: each answer is a request of its own")
         self._number("temperature", lambda value: value >= 0, "0 (greedy) or a positive number")
         self._number("top_p", lambda value: 0 < value <= 1, "a number in (0, 1]")
-        self._integer("top_k", -1, "0 or -1 (all), or a positive integer")
+        self._integer("top_k", -1, "0 or -1 (all), or a positive integer below 2^31", below=2**31)
         self._number("min_p", lambda value: 0 <= value <= 1, "a number in [0, 1]")
         for key in ("presence_penalty", "frequency_penalty"):
             self._number(key, lambda value: -2 <= value <= 2, "a number in [-2, 2]")
@@ -157,7 +157,9 @@ class SamplingParams:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if type(value) is int:
+        return abs(value) < 2**63  # a larger one may have no float
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _is_id(value: Any) -> bool:
