@@ -41,7 +41,7 @@ def test_coefficients_are_the_printed_ones(dtype: torch.dtype) -> None:
     check_vector(dtype)
 
 
-@pytest.mark.parametrize("changed", [{"iterations": 4}, {"hc_eps": 0.0}])
+@pytest.mark.parametrize("changed", [{"iterations": 1}, {"hc_eps": 0.0}])
 def test_other_rounds_or_a_missing_epsilon_are_noticed(changed: dict[str, float]) -> None:
     with pytest.raises(AssertionError, match="is off by"):
         check_vector(torch.float64, **changed)  # type: ignore[arg-type]
