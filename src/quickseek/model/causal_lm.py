@@ -1,6 +1,7 @@
 """The whole language model: backbone, head and drafter, loaded from a checkpoint."""
 
 import logging
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from quickseek.model.dspark import DraftHead
 from quickseek.model.loader import WeightLoader, WeightSource
 from quickseek.model.vocabulary import VocabParallelHead
 from quickseek.numerics import Numerics
-from quickseek.parallel.world import World, default_world
+from quickseek.parallel.world import World, default_world, require_agreement, together
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,19 @@ def load_model(
     """Build a model and load this rank's weights; every tensor is accounted for before the first is read.
 
     Raises ConfigError or CheckpointError naming the key, file or tensor. Vision tensors are skipped with one line.
+    Collective over ``world``: if ranks find different configurations, options or faults, all raise RankDisagreement.
     """
-    checkpoint = Checkpoint.open(directory)
+    world = default_world() if world is None else world
     groups = ("text", "draft") if draft else ("text",)
-    checkpoint.check(groups)
+
+    def opened() -> Checkpoint:
+        checkpoint = Checkpoint.open(directory)
+        checkpoint.check(groups)
+        return checkpoint
+
+    checkpoint = together(world, "opening the checkpoint", opened)
+    facts = {field.name: getattr(checkpoint.config, field.name) for field in fields(checkpoint.config)}
+    require_agreement(world, {**facts, "numerics": numerics, "draft": draft, "decoder_replay": decoder_replay})
     vision = sum(checkpoint.spec(name).group == "vision" for name in checkpoint.names)
     if vision:
         logger.warning("skipping %d vision tensors: this model reads text only", vision)
