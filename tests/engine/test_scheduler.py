@@ -182,7 +182,7 @@ def test_a_planted_fault_is_noticed(fault: type[Scheduler], noticed: str) -> Non
 
 
 def test_a_request_gets_the_tokens_that_it_gets_alone() -> None:
-    runner = SimulatedRunner(num_blocks=13, snapshots=0)
+    runner = SimulatedRunner(num_blocks=9, snapshots=0)
     requests = [runner.add(make_request(prompt_of(i, 9, i), 40)) for i in range(8)]
     runner.drain()
     assert [r.output_ids for r in requests] == [expected_output(r.prompt_ids, 40) for r in requests]
