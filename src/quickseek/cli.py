@@ -10,7 +10,8 @@ import typer
 from quickseek.errors import QuickseekError
 
 if TYPE_CHECKING:
-    from quickseek.llm import LLM, RequestOutput
+    from quickseek.engine.answer import RequestOutput
+    from quickseek.llm import LLM
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="DeepSeek-V4.1-Flash, fast."

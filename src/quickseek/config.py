@@ -365,7 +365,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 DECODE_BACKENDS = ("auto", "stock", "latency_specialized")
 MODES = ("auto", "exact", "trained")
-DTYPES = ("float32", "float64", "bfloat16")
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,6 +383,14 @@ class EngineConfig:
     ``mode``: "exact" (no fake quantisation, one dtype; CPU), "trained" (BF16 with the trained fake quantisation) or
     "auto" (exact on a CPU, trained on a GPU). ``dtype`` None: float32 in exact mode, bfloat16 in trained mode.
     ``max_num_seqs`` requests decode together; ``max_num_batched_tokens`` prompt tokens are read in one step.
+
+    ``block_size`` tokens make a block of the paged caches; ``kv_cache_memory_bytes`` bounds all caches together.
+    ``enable_prefix_caching`` reuses prompts exactly from ``num_prefix_snapshots`` snapshots, taken at the ends of
+    prompts and answers and every ``prefix_snapshot_interval`` prompt tokens (0: never); ``approximate_prefix_caching``
+    also reuses blocks without one by replaying a window (spec/model.md 9), which changes results slightly.
+    ``draft_sample_method``: "greedy", or "probabilistic" for drafts drawn at the request's temperature.
+    ``draft_confidence_threshold``: verify only drafts whose cumulative confidence reaches it (0: all); its batches are
+    paced by the host. ``guard_pools`` puts canaries around the caches and checks them after each step.
     """
 
     device: str = "cpu"
@@ -396,6 +404,15 @@ class EngineConfig:
     decoder_replay: bool = False
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_memory_bytes: int = 4 << 30
+    enable_prefix_caching: bool = True
+    approximate_prefix_caching: bool = False
+    num_prefix_snapshots: int = 8
+    prefix_snapshot_interval: int = 0
+    draft_sample_method: str = "greedy"
+    draft_confidence_threshold: float = 0.0
+    guard_pools: bool = False
 
     @property
     def resolved_mode(self) -> str:
@@ -415,6 +432,19 @@ class EngineConfig:
         check("dtype", self.dtype is None or self.dtype in dtypes, expected)
         check("max_num_seqs", self.max_num_seqs >= 1, "1 or more")
         check("max_num_batched_tokens", self.max_num_batched_tokens >= 1, "1 or more")
+        check("block_size", self.block_size >= 8 and self.block_size % 8 == 0, "a positive multiple of 8")
+        check("kv_cache_memory_bytes", self.kv_cache_memory_bytes > 0, "a positive number of bytes")
+        check("num_prefix_snapshots", self.num_prefix_snapshots >= 0, "0 or more")
+        check("prefix_snapshot_interval", self.prefix_snapshot_interval >= 0, "0 or more")
+        methods = DRAFT_SAMPLE_METHODS
+        check("draft_sample_method", self.draft_sample_method in methods, f"one of {', '.join(methods)}")
+        check("draft_confidence_threshold", 0.0 <= self.draft_confidence_threshold <= 1.0, "a number in [0, 1]")
+        if self.approximate_prefix_caching:
+            check("enable_prefix_caching", self.enable_prefix_caching, "True beside approximate_prefix_caching")
+        if self.draft_confidence_threshold:
+            check(
+                "num_speculative_tokens", self.num_speculative_tokens > 0, "1 or more beside draft_confidence_threshold"
+            )
         check("tensor_parallel_size", self.tensor_parallel_size in (1, 2, 4, 8), "1, 2, 4 or 8")
         check("max_model_len", self.max_model_len is None or self.max_model_len > 0, "a positive number of tokens")
         check("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")

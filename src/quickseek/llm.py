@@ -1,23 +1,24 @@
 """``LLM``: the offline door. A checkpoint directory in, text out."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quickseek.config import EngineConfig
-from quickseek.engine.offline import OfflineEngine
+from quickseek.engine.answer import RequestOutput
+from quickseek.engine.plan import MemoryPlan
 from quickseek.engine.request import Request
+from quickseek.engine.runner import Runner, RunnerOptions, Update
 from quickseek.errors import ConfigError, PromptError
 from quickseek.model.causal_lm import load_model
 from quickseek.numerics import Numerics
 from quickseek.parallel.world import World, default_world
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.compressed_ids import check_compressed_count, compressed_id_table
-from quickseek.tokenizer.detokenizer import IncrementalDetokenizer
 from quickseek.tokenizer.instructions import ToolsInstructions
 from quickseek.tokenizer.prompt import render
 from quickseek.tokenizer.tokenizer import Tokenizer
@@ -26,53 +27,32 @@ PromptInput = str | Sequence[int]
 """Text (no control tokens are recognised in it), or token ids."""
 
 
-@dataclass
-class RequestOutput:
-    """What one prompt produced.
-
-    ``finish_reason``: "stop" or "length". ``first_token_s`` and ``total_s`` count from the call; with several prompts
-    they include waiting. ``drafted`` and ``accepted`` count speculative tokens.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    first_token_s: float = 0.0
-    total_s: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
-
-
 class LLM:
-    """A loaded model with its tokenizer; ``options`` are the fields of ``EngineConfig``, an unknown one is a TypeError."""
+    """A loaded model with its tokenizer. ``options``: the fields of ``EngineConfig``; an unknown one is a TypeError."""
 
     def __init__(self, model: str | Path, *, world: World | None = None, **options: Any) -> None:
         self.engine_config = EngineConfig(**options)
         self.world = default_world() if world is None else world
-        if self.engine_config.tensor_parallel_size != self.world.size:
-            raise ConfigError(
-                "tensor_parallel_size",
-                self.engine_config.tensor_parallel_size,
-                f"the number of ranks that were launched, {self.world.size}",
-            )
-        if torch.device(self.engine_config.device).type != "cpu":
-            raise NotImplementedError(f"LLM on device {self.engine_config.device!r}: GPU forms of the operations")
+        config = self.engine_config
+        if config.tensor_parallel_size != self.world.size:
+            expected = f"the number of ranks that were launched, {self.world.size}"
+            raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, expected)
+        if torch.device(config.device).type != "cpu":
+            raise NotImplementedError(f"LLM on device {config.device!r}: GPU forms of the operations")
+        if config.decode_backend == "latency_specialized":
+            raise NotImplementedError("decode_backend 'latency_specialized': the specialized decode")
         self.model, checkpoint = load_model(
             model,
-            self.numerics(),
+            self._numerics(),
             world=self.world,
-            draft=self.engine_config.num_speculative_tokens > 0,
-            decoder_replay=self.engine_config.decoder_replay,
+            draft=config.num_speculative_tokens > 0,
+            decoder_replay=config.decoder_replay,
         )
         self.config = checkpoint.config
         self.max_model_len = self._max_model_len()
-        if self.engine_config.num_speculative_tokens > self.config.dspark_block_size:
-            raise ConfigError(
-                "num_speculative_tokens",
-                self.engine_config.num_speculative_tokens,
-                f"at most the trained block size, {self.config.dspark_block_size}",
-            )
+        if config.num_speculative_tokens > self.config.dspark_block_size:
+            expected = f"at most the trained block size, {self.config.dspark_block_size}"
+            raise ConfigError("num_speculative_tokens", config.num_speculative_tokens, expected)
         self.tokenizer = Tokenizer.from_directory(model, vocab_size=self.config.vocab_size)
         self._instructions: ToolsInstructions | None = None
         self._directory = Path(model)
@@ -80,15 +60,9 @@ class LLM:
             table = compressed_id_table(self.tokenizer, self.config.vocab_size)
             check_compressed_count(table, self.config.engram_compressed_vocab_size)
             self.model.set_token_map(table)
-        self.engine = OfflineEngine(
-            self.model,
-            num_speculative_tokens=self.engine_config.num_speculative_tokens,
-            max_num_seqs=self.engine_config.max_num_seqs,
-            chunk=self.engine_config.max_num_batched_tokens,
-        )
+        self.runner = self._runner()
 
-    def numerics(self) -> Numerics:
-        """The roundings that the engine options ask for."""
+    def _numerics(self) -> Numerics:
         if self.engine_config.resolved_mode == "trained":
             return Numerics.trained()
         return Numerics.exact(torch.float64 if self.engine_config.dtype == "float64" else torch.float32)
@@ -98,6 +72,32 @@ class LLM:
         if asked is not None and asked > limit:
             raise ConfigError("max_model_len", asked, f"at most the model's max_position_embeddings, {limit}")
         return limit if asked is None else asked
+
+    def _runner(self) -> Runner:
+        config = self.engine_config
+        plan = MemoryPlan.build(
+            self.config,
+            self.model.numerics,
+            budget_bytes=config.kv_cache_memory_bytes,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_snapshots=config.num_prefix_snapshots if config.enable_prefix_caching else 0,
+            num_speculative_tokens=config.num_speculative_tokens,
+            block_tokens=config.block_size,
+        )
+        options = RunnerOptions(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefix_caching=config.enable_prefix_caching and config.num_prefix_snapshots > 0,
+            approximate_prefix=config.approximate_prefix_caching,
+            snapshot_interval=config.prefix_snapshot_interval,
+            sampled_drafts=config.draft_sample_method == "probabilistic",
+            confidence=config.draft_confidence_threshold,
+            guarded=config.guard_pools,
+        )
+        # Whatever changes a row of a cache is part of a cached prefix's name.
+        facts = [str(self._directory.resolve()), self.config.to_dict(), str(self.model.numerics), config.decoder_replay]
+        identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return Runner(self.model, self.tokenizer, plan, identity, options)
 
     # ------------------------------------------------------------------------------------------ prompts
 
@@ -132,65 +132,87 @@ class LLM:
     # ------------------------------------------------------------------------------------------ answers
 
     def generate(
-        self, prompts: PromptInput | Sequence[PromptInput], sampling_params: SamplingParams | None = None
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue one prompt or several (text gets the begin token; ids are taken as they are)."""
+        """Continue one prompt or several (text gets the begin token; ids are taken as they are), in their order.
+
+        ``progress`` shows a bar on the terminal.
+        """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: Sequence[Any] = [prompts] if single else prompts
         ids = [self.encode_text(prompt) if isinstance(prompt, str) else list(prompt) for prompt in batch]
-        return self._run(ids, sampling_params)
+        return self._run(ids, sampling_params, progress)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; ``options`` are those of ``encode_chat``."""
         batch: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self._run([self.encode_chat(conversation, **options) for conversation in batch], sampling_params)
+        ids = [self.encode_chat(conversation, **options) for conversation in batch]
+        return self._run(ids, sampling_params, progress)
 
     def stream(
         self, prompt_ids: Sequence[int], sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[str, RequestOutput]]:
-        """Text as it comes, each piece with the output so far, whose ``finish_reason`` is set with the last."""
-        pieces: list[str] = []
-        for output in self._progress([list(prompt_ids)], sampling_params, lambda _, text: pieces.append(text)):
-            yield "".join(pieces), output
-            pieces.clear()
+        """Text as it comes, each piece with the output so far, which is finished with the last."""
+        for update in self._updates(self._requests([list(prompt_ids)], sampling_params)):
+            yield update.text, update.output
 
-    def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None) -> list[RequestOutput]:
-        outputs: dict[int, RequestOutput] = {}
-        for output in self._progress(prompts, params, lambda _output, _text: None):
-            outputs[id(output)] = output
-        return sorted(outputs.values(), key=lambda output: self._order[id(output)])
+    def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None, progress: bool) -> list[RequestOutput]:
+        requests = self._requests(prompts, params)
+        updates = self._updates(requests)
+        if progress:
+            updates = _with_bar(updates, len(requests))
+        outputs = {update.output.request_id: update.output for update in updates}
+        return [outputs[request.request_id] for request in requests]
 
-    def _progress(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams | None,
-        on_text: Callable[[RequestOutput, str], None],
-    ) -> Iterator[RequestOutput]:
-        """Run prompts; yields an output each time it has grown."""
+    def _requests(self, prompts: Sequence[list[int]], params: SamplingParams | None) -> list[Request]:
+        """Requests of all prompts, checked before any of them runs."""
         params = params or SamplingParams()
-        started = time.perf_counter()
-        requests = [Request.create(ids, params, self.config, self.max_model_len) for ids in prompts]
-        outputs = {id(request): RequestOutput(request.prompt_ids) for request in requests}
-        self._order = {id(output): index for index, output in enumerate(outputs.values())}
-        detokenizers = {key: IncrementalDetokenizer(self.tokenizer) for key in outputs}
-        for request, tokens in self.engine.run(requests):
-            output, detokenizer = outputs[id(request)], detokenizers[id(request)]
-            output.total_s = time.perf_counter() - started
-            output.first_token_s = output.first_token_s or output.total_s
-            output.token_ids.extend(tokens)
-            output.drafted, output.accepted = request.drafted, request.accepted
-            output.finish_reason = request.finish_reason
-            text = "".join(detokenizer.push(token) for token in tokens)
-            if request.finish_reason is not None:
-                text += detokenizer.flush()
-            output.text += text
-            on_text(output, text)
-            yield output
+        params.check_vocabulary(self.config.vocab_size)
+        return [Request.create(ids, params, self.config, self.max_model_len) for ids in prompts]
+
+    def _updates(self, requests: Sequence[Request]) -> Iterator[Update]:
+        """Run requests to their end; those that are left when the caller stops early are aborted."""
+        live = {request.request_id for request in requests}
+        try:
+            for request in requests:
+                self.runner.add(request)
+            while live:
+                for update in self.runner.step():
+                    if update.output.finished:
+                        live.discard(update.output.request_id)
+                    yield update
+        finally:
+            for request_id in live:
+                self.runner.abort(request_id)
+            while not self.runner.idle:
+                self.runner.step()
+
+
+def _with_bar(updates: Iterator[Update], count: int) -> Iterator[Update]:
+    """Pass updates through, and show how many requests have finished and how many tokens came."""
+    from rich.progress import MofNCompleteColumn, Progress
+
+    tokens = 0
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), transient=True) as bar:
+        task = bar.add_task("requests", total=count)
+        seen: dict[str, int] = {}
+        for update in updates:
+            output = update.output
+            tokens += len(output.token_ids) - seen.get(output.request_id, 0)
+            seen[output.request_id] = len(output.token_ids)
+            bar.update(task, advance=int(output.finished), description=f"{tokens} tokens")
+            yield update
 
 
 def _has_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> bool:

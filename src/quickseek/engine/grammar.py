@@ -21,6 +21,17 @@ _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """What the library puts before its messages."""
 _MOST_WHITESPACE = 16
 """Between two elements of JSON: enough to indent, and a bounded schema has bounded answers."""
+_BARE_CHARACTER = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+"""The rule that the library (0.2.9, its issue 800) writes for a character of a string with minLength or maxLength."""
+_CHARACTER = (
+    r'(([ -!#-[\]-\uD7FF\uE000-\U0010FFFF]) | ("\\" [\"\\/bfnrt])'
+    r' | ("\\u" ([0-9A-CE-Fa-ce-f] [0-9A-Fa-f] | [Dd] [0-7]) [0-9A-Fa-f] [0-9A-Fa-f])'
+    r' | ("\\u" [Dd] [89ABab] [0-9A-Fa-f] [0-9A-Fa-f] "\\u" [Dd] [C-Fc-f] [0-9A-Fa-f] [0-9A-Fa-f]))'
+)
+"""One character of a JSON string: itself, or an escape, of which a surrogate pair is one.
+
+Surrogates are left out by name: a negated class lets their bytes through, which are no UTF-8.
+"""
 
 
 class GrammarCompiler:
@@ -52,12 +63,22 @@ class GrammarCompiler:
         value = getattr(params, field)
         try:
             if field == "json_schema":
-                text = value if isinstance(value, str) else json.dumps(_plain(value))
-                return self._compiler.compile_json_schema(text, max_whitespace_cnt=_MOST_WHITESPACE)
+                return self._compile_schema(value if isinstance(value, str) else json.dumps(_plain(value)))
             return self._compiler.compile_regex(value) if field == "regex" else self._compiler.compile_grammar(value)
         except (RuntimeError, TypeError, ValueError) as error:
             reason = _SOURCE_LINE.sub("", str(error)).strip() or type(error).__name__
             raise ConfigError(field, value, f"what can be compiled to a grammar ({reason})") from None
+
+    def _compile_schema(self, schema: str) -> Any:
+        """A compiled schema whose strings are JSON strings.
+
+        The library lets control characters into a string of bounded length and keeps escapes out.
+        """
+        written = str(self._library.Grammar.from_json_schema(schema, max_whitespace_cnt=_MOST_WHITESPACE))
+        mended, count = _BARE_CHARACTER.subn(lambda rule: rule[1] + _CHARACTER, written)
+        if count:
+            return self._compiler.compile_grammar(mended)
+        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=_MOST_WHITESPACE)
 
     def matcher(self, grammar: Any) -> Any:
         """A new matcher at the beginning of a compiled grammar."""

@@ -1,0 +1,346 @@
+"""The runner: carries out what the scheduler says, one tick after the other, and reads results one cycle late."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quickseek.engine.answer import Answer, RequestOutput, TokenLogprobs
+from quickseek.engine.blocks import BlockPool
+from quickseek.engine.cycle import Cycle, Decision, Needs
+from quickseek.engine.grammar import GrammarCompiler, mask_words
+from quickseek.engine.plan import MemoryPlan
+from quickseek.engine.pools import Pools
+from quickseek.engine.prefix import PrefixCache
+from quickseek.engine.request import Request, Status
+from quickseek.engine.scheduler import Scheduler, SchedulerLimits
+from quickseek.engine.slot_state import SlotState
+from quickseek.engine.tick import PrefillChunk, Restore
+from quickseek.model.causal_lm import CausalLM
+from quickseek.ops.rows import StepRows
+from quickseek.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOptions:
+    """``confidence``: verify only drafts whose cumulative confidence reaches it (host-paced; 0: all).
+
+    ``sampled_drafts``: draw drafts at the request's temperature. ``snapshot_interval``: see ``SchedulerLimits``.
+    ``guarded``: canaries around every pool, checked after each step. ``approximate_prefix``: reuse full blocks without
+    a snapshot by replaying a window (spec/model.md 9), which is not exact.
+    """
+
+    max_num_batched_tokens: int = 2048
+    prefix_caching: bool = True
+    approximate_prefix: bool = False
+    snapshot_interval: int = 0
+    sampled_drafts: bool = False
+    confidence: float = 0.0
+    guarded: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """New text of a request, with its output so far."""
+
+    text: str
+    output: RequestOutput
+
+
+@dataclass
+class _Launched:
+    """Results of a cycle that the host has not read: each decision with its requests, and how often those had been
+    preempted when it was launched."""
+
+    cycle: int
+    decisions: list[tuple[list[tuple[Request, int]], Decision, bool]] = field(default_factory=list)
+
+
+class Runner:
+    """Requests in, updates out. ``step`` runs one tick; every rank runs the same ticks in the same order."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        plan: MemoryPlan,
+        identity: str,
+        options: RunnerOptions | None = None,
+    ) -> None:
+        options = RunnerOptions() if options is None else options
+        self.model, self.tokenizer, self.plan, self.options = model, tokenizer, plan, options
+        self.config, self.drafts = model.config, plan.num_speculative_tokens
+        pool = BlockPool(plan.num_blocks, plan.block_tokens)
+        prefix = None
+        if options.prefix_caching:
+            window = self.config.sliding_window if options.approximate_prefix else None
+            slots = range(plan.max_num_seqs + 1, plan.num_slots)
+            prefix = PrefixCache(pool, slots, identity, replay_window=window)
+        limits = SchedulerLimits(
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            num_speculative_tokens=self.drafts,
+            snapshot_interval=options.snapshot_interval,
+        )
+        self.scheduler = Scheduler(limits, pool, prefix)
+        self.pools = Pools(
+            self.config,
+            model.numerics,
+            num_slots=plan.num_slots,
+            num_blocks=plan.num_blocks,
+            block_tokens=plan.block_tokens,
+            max_model_len=self.scheduler.table_width * plan.block_tokens,
+            draft=model.draft is not None,
+            guarded=options.guarded,
+        )
+        self.state = SlotState(self.config, plan.num_slots, self.drafts, self.pools.device)
+        self.cycle = Cycle(model, self.pools, self.state, drafts=self.drafts, sampled_drafts=options.sampled_drafts)
+        self.answers: dict[str, Answer] = {}
+        self._compiler: GrammarCompiler | None = None
+        self._unread: deque[_Launched] = deque()
+        self._proposed: dict[str, tuple[list[int], list[float]]] = {}
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request; PromptError or ConfigError if it can never run."""
+        request.params.check_vocabulary(self.config.vocab_size)
+        if request.params.structure is not None and self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer)
+        answer = Answer(request, self.tokenizer, self._compiler)
+        self.scheduler.add(request)
+        self.answers[request.request_id] = answer
+
+    def abort(self, request_id: str) -> Update | None:
+        """Drop a request at any moment; its last update, or None if it is not there (any more)."""
+        answer = self.answers.get(request_id)
+        if answer is None:
+            return None
+        self.scheduler.abort(request_id)
+        return self._end(answer, "abort")
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing left to run or to read."""
+        return self.scheduler.idle and not self._unread
+
+    # ------------------------------------------------------------------------------------------ a tick
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """Run one tick: launch its steps, then read the results of the one before."""
+        tick = self.scheduler.schedule()
+        for save in tick.saves:
+            self.pools.copy_slot(save.request_slot, save.snapshot_slot)
+        for restore in tick.restores:
+            self._restore(restore)
+        for update in tick.table_updates:
+            self.pools.set_table(update.slot, update.first, list(update.blocks))
+        paced = self._host_paced([*tick.decodes, *(chunk.request for chunk in tick.prefills)])
+        # The host-paced lane needs every token before it can go on; the free lane reads one cycle late.
+        updates = self._read(tick.cycle - 1) if paced else []
+        launched = _Launched(tick.cycle)
+        if tick.prefills:
+            self._prefill(tick.prefills, launched)
+        decodes = [request for request in tick.decodes if request.state is Status.DECODE]
+        if decodes:
+            self._decode(decodes, launched)
+        self._unread.append(launched)
+        self.pools.check_guards(tick.cycle)
+        return updates + self._read(tick.cycle if paced or tick.empty else tick.cycle - 1)
+
+    def _host_paced(self, requests: Sequence[Request]) -> bool:
+        return bool(self.drafts and self.options.confidence) or any(request.params.masked for request in requests)
+
+    def _restore(self, restore: Restore) -> None:
+        self.pools.clear_table(restore.request_slot)
+        if restore.snapshot_slot is not None:
+            self.pools.copy_slot(restore.snapshot_slot, restore.request_slot)
+        for source, target in restore.copies:
+            self.pools.copy_block(source, target)
+        self.state.begin(restore.request_slot, restore.request, restore.length)
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], launched: _Launched) -> None:
+        """One eager step of prompt rows; prompts that end in it choose their first token."""
+        device, depth = self.pools.device, self.config.engram_max_ngram_size - 1
+        slots = torch.tensor([_slot(chunk.request) for chunk in chunks], device=device)
+        rows = StepRows.build([chunk.start for chunk in chunks], [chunk.count for chunk in chunks], device)
+        ids = torch.tensor([token for chunk in chunks for token in chunk.token_ids], device=device)
+        before = [
+            [
+                chunk.request.tokens(p, p + 1)[0] if p >= 0 else -1
+                for p in range(chunk.start - 1, chunk.start - 1 - depth, -1)
+            ]
+            for chunk in chunks
+        ]
+        oldest = keep_from = None
+        if any(chunk.oldest or chunk.replayed for chunk in chunks):
+            oldest = torch.tensor([chunk.oldest for chunk in chunks], device=device)
+            keep_from = torch.tensor([chunk.start + chunk.replayed for chunk in chunks], device=device)
+        hidden = self.cycle.prefill(
+            slots, ids, rows, torch.tensor(before, device=device), oldest=oldest, keep_from=keep_from
+        )
+        for chunk in chunks:
+            self.scheduler.prefilled(chunk)
+        last = [number for number, chunk in enumerate(chunks) if chunk.last]
+        if last:
+            requests = [chunks[number].request for number in last]
+            masks = self._masks(requests, 0, {})
+            decision = self.cycle.first_token(slots[last], hidden[last], Needs.of(requests), masks)
+            launched.decisions.append((_stamped(requests), decision, False))
+
+    def _decode(self, requests: Sequence[Request], launched: _Launched) -> None:
+        slots = torch.tensor([_slot(request) for request in requests], device=self.pools.device)
+        # The host knows lengths as of the last cycle it has read; one more may be under way.
+        reach = max(request.num_computed for request in requests) + 2 * (self.drafts + 1)
+        drafts, masks = self.drafts, None
+        if self._host_paced(requests):
+            proposed = {request.request_id: self._chosen_drafts(request) for request in requests}
+            drafts = max(len(tokens) for tokens in proposed.values())
+            counts = [len(proposed[request.request_id]) for request in requests]
+            self.state.draft_counts[slots] = torch.tensor(counts, device=self.pools.device)
+            masks = self._masks(requests, drafts, proposed)
+        step = self.cycle.verify(slots, reach, drafts)
+        decision = self.cycle.decide(step, Needs.of(requests), masks)
+        launched.decisions.append((_stamped(requests), decision, True))
+
+    def _chosen_drafts(self, request: Request) -> list[int]:
+        """The drafts to verify, as the host knows them: all, or those the drafter is confident of."""
+        tokens, confidence = self._proposed.get(request.request_id, ([], []))
+        survival, count = 1.0, 0
+        for value in confidence:
+            survival *= value
+            if survival < self.options.confidence:
+                break
+            count += 1
+        return tokens[:count]
+
+    def _masks(self, requests: Sequence[Request], drafts: int, proposed: dict[str, list[int]]) -> Tensor | None:
+        """Grammar masks int32 [B, drafts + 1, words] of a step, or None if no request has any."""
+        if not any(request.params.masked for request in requests):
+            return None
+        words = mask_words(self.config.vocab_size)
+        masks = torch.full((len(requests), drafts + 1, words), -1, dtype=torch.int32)
+        for number, request in enumerate(requests):
+            answer = self.answers.get(request.request_id)
+            if answer is not None and answer.masks is not None:
+                answer.masks.fill(proposed.get(request.request_id, []), masks[number])
+        return masks.to(self.pools.device)
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def _read(self, cycle: int) -> list[Update]:
+        """Read every unread result up to ``cycle``."""
+        updates: list[Update] = []
+        while self._unread and self._unread[0].cycle <= cycle:
+            launched = self._unread.popleft()
+            for requests, decision, rows_ran in launched.decisions:
+                self._read_decision(requests, decision, rows_ran, updates)
+            self.scheduler.completed(launched.cycle)
+        return updates
+
+    def _read_decision(
+        self, requests: list[tuple[Request, int]], decision: Decision, rows_ran: bool, updates: list[Update]
+    ) -> None:
+        tokens, counts = decision.tokens.tolist(), decision.counts.tolist()
+        accepted, finished, valid = decision.accepted.tolist(), decision.finished.tolist(), decision.valid.tolist()
+        drafts = decision.drafts.tolist() if decision.drafts is not None else None
+        confidence = decision.confidence.tolist() if decision.confidence is not None else None
+        logprobs = _logprob_rows(decision) if decision.logprobs is not None else None
+        for number, (request, preemptions) in enumerate(requests):
+            answer = self.answers.get(request.request_id)
+            # A request that was preempted, aborted or finished meanwhile has no use for this result.
+            if answer is None or request.preemptions != preemptions or request.state is not Status.DECODE:
+                continue
+            taken = tokens[number][: counts[number]]
+            if not taken:
+                continue
+            if rows_ran and self.drafts:
+                self._count_drafts(answer, len(tokens[number]) - 1, accepted[number])
+            if drafts is not None and confidence is not None:
+                self._proposed[request.request_id] = (drafts[number], confidence[number])
+            try:
+                if not valid[number]:
+                    raise ArithmeticError("the model's logits hold no choice (NaN or infinite)")
+                rows = None if logprobs is None else logprobs[number][: len(taken)]
+                update = self._take(answer, taken, _limited(rows, request), rows_ran, finished[number])
+            except Exception as error:  # one request's fault must not become another's
+                self.scheduler.finish(request, frozen=False)
+                update = self._end(answer, "error", f"{type(error).__name__}: {error}")
+            updates.append(update)
+
+    def _count_drafts(self, answer: Answer, offered: int, accepted: int) -> None:
+        answer.request.drafted += offered
+        answer.request.accepted += accepted
+        at = answer.output.accepted_at
+        at.extend([0] * (self.drafts - len(at)))
+        for position in range(accepted):
+            at[position] += 1
+
+    def _take(
+        self, answer: Answer, tokens: list[int], logprobs: list[TokenLogprobs] | None, rows_ran: bool, finished: bool
+    ) -> Update:
+        """Give an answer its new tokens; tell the scheduler; end it where it ends."""
+        request = answer.request
+        text, kept = answer.take(tokens, logprobs)
+        request.output_ids += tokens[:kept]
+        if answer.output.stop_reason is not None:
+            self.scheduler.finish(request, frozen=False)
+            return self._end(answer, "stop", text=text)
+        if rows_ran:
+            self.scheduler.committed(request, len(tokens))
+        if finished:
+            request.finish_reason = "stop" if self._ends(request, tokens[-1]) else "length"
+            self.scheduler.finish(request)
+            return self._end(answer, request.finish_reason, text=text)
+        answer.output.cached_tokens = request.cached_tokens
+        return Update(text, answer.output)
+
+    def _ends(self, request: Request, token: int) -> bool:
+        params = request.params
+        return token in params.stop_token_ids or (token == self.config.eos_token_id and not params.ignore_eos)
+
+    def _end(self, answer: Answer, reason: str, error: str | None = None, text: str = "") -> Update:
+        request = answer.request
+        request.finish_reason = request.finish_reason or reason
+        del self.answers[request.request_id]
+        self._proposed.pop(request.request_id, None)
+        return Update(text + answer.end(reason, error), answer.output)
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None
+    return request.slot
+
+
+def _stamped(requests: Sequence[Request]) -> list[tuple[Request, int]]:
+    return [(request, request.preemptions) for request in requests]
+
+
+def _limited(rows: list[TokenLogprobs] | None, request: Request) -> list[TokenLogprobs] | None:
+    """As many alternatives as this request asked for: another of the step may have asked for more."""
+    if rows is None or request.params.logprobs is None:
+        return None
+    most = request.params.logprobs
+    return [TokenLogprobs(row.token_id, row.logprob, row.rank, row.top[:most]) for row in rows]
+
+
+def _logprob_rows(decision: Decision) -> list[list[TokenLogprobs]]:
+    logprobs, tokens = decision.logprobs, decision.tokens
+    assert logprobs is not None
+    flat = [
+        TokenLogprobs(token, chosen, rank, tuple(zip(ids, values, strict=True)))
+        for token, chosen, rank, ids, values in zip(
+            tokens.flatten().tolist(),
+            logprobs.chosen.tolist(),
+            logprobs.rank.tolist(),
+            logprobs.ids.tolist(),
+            logprobs.values.tolist(),
+            strict=True,
+        )
+    ]
+    width = tokens.shape[1]
+    return [flat[first : first + width] for first in range(0, len(flat), width)]
