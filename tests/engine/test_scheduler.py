@@ -1,6 +1,8 @@
 """The scheduler against a simulated device: nothing is lost, overtaken, reused early or computed wrongly."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -97,10 +99,9 @@ def drive(steps: int, seed: int, **options: object) -> SimulatedRunner:
     return runner
 
 
-@pytest.mark.parametrize("snapshots", [0, 3], ids=["cold", "snapshots"])
-@pytest.mark.parametrize("num_blocks", [13, 40], ids=["tight", "roomy"])
-def test_a_long_random_run_leaves_nothing_behind(num_blocks: int, snapshots: int) -> None:
-    runner = drive(2500, seed=5, num_blocks=num_blocks, snapshots=snapshots, snapshot_interval=16)
+@pytest.mark.parametrize(("steps", "num_blocks", "snapshots"), [(10_000, 13, 3), (2500, 13, 0), (2500, 40, 3)])
+def test_a_long_random_run_leaves_nothing_behind(steps: int, num_blocks: int, snapshots: int) -> None:
+    runner = drive(steps, seed=5, num_blocks=num_blocks, snapshots=snapshots, snapshot_interval=16)
     preempted = sum(len(tick.preempted) for tick in runner.ticks)
     restored = sum(restore.length > 0 for tick in runner.ticks for restore in tick.restores)
     assert preempted > 20
@@ -213,6 +214,12 @@ def test_the_pool_must_hold_a_request() -> None:
         Scheduler(limits, BlockPool(2, 8))
     with pytest.raises(ConfigError, match="max_num_seqs = 0: expected 1 or more"):
         SchedulerLimits(max_num_seqs=0, max_num_batched_tokens=8, max_model_len=64)
+
+
+def test_the_policy_does_not_load_torch() -> None:
+    script = "import sys; import quickseek.engine.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", f"import torch; {script}"], check=False).returncode == 1
 
 
 def test_a_live_id_is_refused() -> None:
