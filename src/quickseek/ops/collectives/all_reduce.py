@@ -43,7 +43,7 @@ class FusedAllReduceMHC:
         self.bt_min_finalize_rows = min(absent, shape.two_shot_rows or self.thresholds.two_shot_finalize_rows or absent)
         if self.ranks == 1:
             self.bt_min_rows = self.bt_min_finalize_rows = absent
-        self.resident_clusters = self._resident_clusters()
+        self.single_rows, self.looped_clusters = self._resident_clusters(False), self._resident_clusters(True)
         self.fused_rows = shape.max_num_tokens if self.ranks == 1 else self.thresholds.fused_rows
         self._pending: tuple[int, bool] | None = None
         self._allocate()
@@ -54,11 +54,11 @@ class FusedAllReduceMHC:
 
     # ------------------------------------------------------------------------------------------ construction
 
-    def _resident_clusters(self) -> int:
+    def _resident_clusters(self, looped: bool) -> int:
         """Clusters that may wait for peers at once: all of them run, and room is left for what runs beside them."""
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         trips = -(-self.shape.hidden_size // 8 // (self.threads * self.cluster))
-        blocks = processors * (fitting_threads(self.ranks, trips) - SPARE_THREADS) // self.threads
+        blocks = processors * (fitting_threads(self.ranks, trips, looped) - SPARE_THREADS) // self.threads
         return max(1, blocks // self.cluster // self.fabric.ranks_on_device)
 
     def _allocate(self) -> None:
@@ -101,7 +101,8 @@ class FusedAllReduceMHC:
         tops = {0, self.shape.top_k}
         for top_k in tops:
             for kind in self._kinds():
-                self._boundary_kernel("fused", kind, top_k)
+                for looped in self._loops():
+                    self._boundary_kernel("fused", kind, top_k, looped)
             if self.ranks > 1:
                 self._publish_kernel(top_k, two_shot=False)
                 if self.two_shot_built:
@@ -114,6 +115,10 @@ class FusedAllReduceMHC:
             if self.two_shot_built:
                 self._owner_kernel()
 
+    def _loops(self) -> list[bool]:
+        most = min(self.fused_rows, self.shape.max_num_tokens)
+        return [False, True] if self.ranks > 1 and most > self.single_rows else [False]
+
     def _kinds(self) -> list[str]:
         kinds = ["plain"]
         if self.shape.quantize_layer_input:
@@ -122,14 +127,14 @@ class FusedAllReduceMHC:
             kinds.append("residual")
         return kinds
 
-    def _boundary_kernel(self, source: str, kind: str, top_k: int) -> Any:
+    def _boundary_kernel(self, source: str, kind: str, top_k: int, looped: bool = False) -> Any:
         fused_form = form_of(self.one_shot if source == "fused" and self.ranks > 1 else None)
         return compiled(
             BoundaryKernel, BOUNDARY_ARGUMENTS, self.device,
             hidden=self.shape.hidden_size, streams=self.shape.hc_mult, ranks=self.ranks,
             capacity=self.shape.max_num_tokens if source == "reduced" else max(1, self.one_shot_capacity),
             threads=self.threads, cluster=self.cluster, source=source,
-            normalise=kind != "residual", quantize=kind == "quantize", top_k=top_k, **fused_form,
+            normalise=kind != "residual", quantize=kind == "quantize", top_k=top_k, looped=looped, **fused_form,
         )  # fmt: skip
 
     def _publish_kernel(self, top_k: int, *, two_shot: bool) -> Any:
@@ -160,10 +165,8 @@ class FusedAllReduceMHC:
         if rows < self._two_shot_from(routed) and rows <= self.fused_rows:
             self._check_idle()
             return self._launch_boundary("fused", x, routed, boundary, rows)
-        fits = self.fabric.ranks_on_device == 1 or rows <= self.resident_clusters
-        require(
-            fits, f"{rows} rows on ranks that share a GPU: at most {self.resident_clusters}, or publish and collect"
-        )
+        fits = self.fabric.ranks_on_device == 1 or rows <= self.single_rows
+        require(fits, f"{rows} rows on ranks that share a GPU: at most {self.single_rows}, or publish and collect")
         self.publish(x, routed)
         self.sum_owned()
         return self.collect(boundary)
@@ -223,7 +226,9 @@ class FusedAllReduceMHC:
     ) -> Result:
         pre, norm, mxfp8 = boundary.pre, boundary.norm_weight, boundary.mxfp8_out
         kind = "residual" if pre is None else "plain" if mxfp8 is None else "quantize"
-        kernel = self._boundary_kernel(source, kind, 0 if routed is None else self.shape.top_k)
+        looped = source == "fused" and self.ranks > 1 and rows > self.single_rows
+        clusters = min(rows, self.looped_clusters) if looped else rows
+        kernel = self._boundary_kernel(source, kind, 0 if routed is None else self.shape.top_k, looped)
         streams = torch.empty_like(boundary.residual)
         output = None if pre is None else streams.new_empty(rows, self.shape.hidden_size)
         mailbox = None if self.ranks == 1 else self.reduced if source == "reduced" else self.one_shot
@@ -237,7 +242,7 @@ class FusedAllReduceMHC:
             0 if mailbox is None else mailbox.peer_pointers.data_ptr(),
             0 if mailbox is None else mailbox.multicast_pointer,
             state.data_ptr(), self.watchdog.control, self.budget, self.instance, self.fabric.rank, rows,
-            min(rows, self.resident_clusters) if source == "fused" and self.ranks > 1 else rows,
+            clusters,
             current_stream(self.device),
         )  # fmt: skip
         return streams, output

@@ -32,18 +32,18 @@ BYTES = FRAGMENT * 2
 A8_FLOOR = 1e-4
 A8_RECIPROCAL = float.fromhex("0x1.24924ap-9")
 """FP32 1/448 (bits 0x3B124925)."""
-SEND_BATCH = 4
-"""Rows of a cluster whose x is requested before the first is sent."""
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
-def fitting_threads(ranks: int, trips: int) -> int:
+def fitting_threads(ranks: int, trips: int, looped: bool) -> int:
     """Threads that the compiled kernel leaves room for on a multiprocessor: 100 or 128 registers each."""
-    return 640 if ranks in (2, 4) and trips == 1 else 512
+    return 640 if looped and ranks <= 4 and trips == 1 else 512
 
 
 class BoundaryKernel:
-    """Grid (clusters, blocks of a cluster); a cluster takes rows in strides of the grid, a thread fragments of 8.
+    """Grid (clusters, blocks of a cluster), a thread takes fragments of 8 elements.
+
+    A cluster has one row or, ``looped``, takes rows in strides of the grid and prepares one row ahead.
 
     Read before the grid wait: the norm weight and the peer table, which no kernel of a step writes. Streams, mixes,
     contributions, generations and mailboxes are read after it, and nothing is written before it.
@@ -63,6 +63,7 @@ class BoundaryKernel:
         quantize: bool,
         top_k: int,
         form: str,
+        looped: bool = False,
         stride: int = 0,
     ) -> None:
         self.hidden, self.streams, self.ranks, self.capacity = hidden, streams, ranks, capacity
@@ -70,12 +71,11 @@ class BoundaryKernel:
         self.fragments = hidden // FRAGMENT
         self.trips = -(-self.fragments // (threads * cluster))
         self.source, self.normalise, self.quantize, self.top_k = source, normalise, quantize, top_k
-        self.form, self.stride = form, stride
+        self.form, self.stride, self.looped = form, stride, looped
         self.fused = source == "fused"
         self.sends = self.fused and ranks > 1
         # A multicast store reaches the own mailbox too, where it must be read and cleared like any other.
-        self.keeps_own = self.fused and (ranks == 1 or (form == "unicast" and top_k == 0))
-        self.batch = 1 if top_k > 0 else SEND_BATCH
+        self.keeps_own = self.fused and (ranks == 1 or form == "unicast")
         self.slots = cluster * threads // 32
         self.polled = 1 if source == "reduced" else ranks
         self.wait = BoundedWait(ranks, 2 if source == "reduced" else 0, halves=True)
@@ -114,7 +114,7 @@ class BoundaryKernel:
             mailbox, table, multicast, state, control, budget, instance, rank, rows, clusters,
         ).launch(
             grid=(clusters, self.cluster, 1), block=(self.threads, 1, 1), cluster=(1, self.cluster, 1),
-            min_blocks_per_mp=max(1, fitting_threads(self.ranks, self.trips) // self.threads),
+            min_blocks_per_mp=max(1, fitting_threads(self.ranks, self.trips, self.looped) // self.threads),
             preferred_smem_carveout=0, stream=stream, use_pdl=True,
         )  # fmt: skip
 
@@ -174,46 +174,47 @@ class BoundaryKernel:
         if cutlass.const_expr(self.ranks > 1):
             generation = ptx.load_volatile_word(state + (NEXT if self.fused else ACTIVE)).bitcast(Int32)
             aborted = ptx.load_volatile_word(control)
+        if cutlass.const_expr(self.quantize):
+            self.zero_padding(scales, first, block, thread, rows, clusters)
+        mine = cute.make_rmem_tensor((4 * self.trips,), Uint32)
+        held = cute.make_rmem_tensor((4 * self.streams * self.trips,), Uint32)
+        self.fetch(mine, held, x, gemm2, weights, indices, residual, first, block, thread)
         arrived = Uint32(0)
         if cutlass.const_expr(self.sends):
-            # Everything this rank sends leaves before it waits for anything.
-            for token in cutlass.range(first, rows, clusters * self.batch, unroll=1):
-                self.send(
-                    x, gemm2, weights, indices, token, block, thread, rows, clusters, generation, rank, peers, multicast
-                )
+            self.send(mine, first, block, thread, generation, rank, peers, multicast)
             # Not before every thread of the block has its generation.
             cute.arch.sync_threads()
             if thread == 0:
                 arrived = ptx.atomic_add(state + ARRIVED, Uint32(1))
-        if cutlass.const_expr(self.quantize):
-            self.zero_padding(scales, first, block, thread, rows, clusters)
 
-        # The own contribution comes from x where that is all there is to it, else through the own mailbox.
         own = rank if cutlass.const_expr(self.keeps_own) else Int32(-1)
         slots = self.capacity * self.hidden * 2
         turn = Int32(0)
         for token in cutlass.range(first, rows, clusters, unroll=1):
             base = mailbox + slot_offset(generation, 0, self.polled, token, self.capacity, self.hidden)
-            held = cute.make_rmem_tensor((4 * self.streams * self.trips,), Uint32)
-            packs = cute.make_rmem_tensor((4 * self.polled * self.trips,), Uint32)
+            mixes = self.load_mixes(post, comb, pre, token)
+            next_mine = cute.make_rmem_tensor((4 * self.trips,), Uint32)
+            next_held = cute.make_rmem_tensor((4 * self.streams * self.trips,), Uint32)
+            if cutlass.const_expr(self.looped):
+                # One row ahead and no more: stores that a link cannot take yet would hold up the loads behind them.
+                following = token + clusters
+                if following < rows:
+                    self.fetch(next_mine, next_held, x, gemm2, weights, indices, residual, following, block, thread)
+                    if cutlass.const_expr(self.sends):
+                        self.send(next_mine, following, block, thread, generation, rank, peers, multicast)
             collapsed = cute.make_rmem_tensor((4 * self.trips,), Uint32)
             collapsed.fill(0)
             for trip in cutlass.range_constexpr(self.trips):
                 fragment = self.fragment(trip, block, thread)
                 if fragment < self.fragments:
-                    self.load_row(packs, held, trip, x, gemm2, weights, indices, residual, token, fragment)
-            mixes = self.load_mixes(post, comb, pre, token)
-            for trip in cutlass.range_constexpr(self.trips):
-                fragment = self.fragment(trip, block, thread)
-                if fragment < self.fragments:
-                    part = cute.make_rmem_tensor((4 * self.polled,), Uint32)
-                    self.copy(part, packs, 4 * self.polled * trip)
+                    packs = cute.make_rmem_tensor((4 * self.polled,), Uint32)
+                    self.repeat(packs, mine, trip)
                     if cutlass.const_expr(self.ranks > 1):
                         self.wait.poll(
-                            part, base + Int64(fragment) * BYTES, slots, self.polled, own,
+                            packs, base + Int64(fragment) * BYTES, slots, self.polled, own,
                             aborted, control, budget, instance, rank, generation, token, fragment,
                         )  # fmt: skip
-                    self.spread(part, held, trip, mixes, collapsed)
+                    self.spread(packs, held, trip, mixes, collapsed)
 
             # The exchange of partial sums is under way while the streams are written.
             buffer = partials + (turn & 1) * (4 * self.slots)
@@ -234,6 +235,9 @@ class BoundaryKernel:
                     collapsed, gammas, buffer, barrier, (turn >> 1) & 1, epsilon, output, values, scales,
                     token, block, thread,
                 )  # fmt: skip
+            if cutlass.const_expr(self.looped):
+                self.copy(mine, next_mine, 4 * self.trips)
+                self.copy(held, next_held, 4 * self.streams * self.trips)
             turn = turn + 1
         if cutlass.const_expr(self.ranks > 1):
             self.advance(state, control, instance, rank, generation, first, block, thread, clusters, arrived, aborted)
@@ -246,9 +250,16 @@ class BoundaryKernel:
     def stream_offset(self, token: Any, lane: int, fragment: Any) -> Any:
         return (Int64(token) * self.streams + lane) * (self.hidden * 2) + Int64(fragment) * BYTES
 
-    def copy(self, target: Any, source: Any, start: int) -> None:
-        for word in range(4 * self.polled):
-            target[word] = source[start + word]
+    @staticmethod
+    def copy(target: Any, source: Any, count: int) -> None:
+        for word in range(count):
+            target[word] = source[word]
+
+    def repeat(self, packs: Any, mine: Any, trip: int) -> None:
+        """The own fragment as every source's value, for polls to overwrite."""
+        if self.fused:
+            for source in range(self.polled):
+                self.keep(packs, source, [mine[4 * trip + word] for word in range(4)])
 
     @staticmethod
     def keep(tensor: Any, index: int, pack: Any) -> None:
@@ -274,69 +285,57 @@ class BoundaryKernel:
     # ------------------------------------------------------------------------------------------ steps
 
     @cute.jit
-    def send(
+    def fetch(
         self,
-        x: Any,
-        gemm2: Any,
-        weights: Any,
-        indices: Any,
-        token: Any,
-        block: Any,
-        thread: Any,
-        rows: Any,
-        clusters: Any,
-        generation: Any,
-        rank: Any,
-        peers: Any,
-        multicast: Any,
-    ) -> None:
-        """Send this rank's fragments of up to ``batch`` rows to the peers."""
-        count = self.batch * self.trips
-        words = cute.make_rmem_tensor((4 * count,), Uint32)
-        for number in cutlass.range_constexpr(count):
-            row = token + (number // self.trips) * clusters
-            fragment = self.fragment(number % self.trips, block, thread)
-            if row < rows and fragment < self.fragments:
-                self.keep(words, number, self.contribution(x, gemm2, weights, indices, row, fragment))
-        for number in cutlass.range_constexpr(count):
-            row = token + (number // self.trips) * clusters
-            fragment = self.fragment(number % self.trips, block, thread)
-            if row < rows and fragment < self.fragments:
-                own = rank if cutlass.const_expr(self.keeps_own) else None
-                offset = slot_offset(generation, rank, self.ranks, row, self.capacity, self.hidden)
-                offset = offset + Int64(fragment) * BYTES
-                pack = sanitised([words[4 * number + word] for word in range(4)])
-                push_everywhere(peers, multicast, self.form, offset, pack, own=own, stride=self.stride)
-
-    def contribution(self, x: Any, gemm2: Any, weights: Any, indices: Any, token: Any, fragment: Any) -> Any:
-        """A fragment of what this rank adds to the sum, not yet sanitised."""
-        column = Int64(fragment) * BYTES
-        if self.top_k > 0:
-            routes = load_routes(weights, indices, token, self.top_k)
-            return finalized(routes, gemm2, x, token, column, self.hidden)
-        return ptx.load_pack(x + Int64(token) * (self.hidden * 2) + column)
-
-    def load_row(
-        self,
-        packs: Any,
+        mine: Any,
         held: Any,
-        trip: int,
         x: Any,
         gemm2: Any,
         weights: Any,
         indices: Any,
         residual: Any,
         token: Any,
-        fragment: Any,
+        block: Any,
+        thread: Any,
     ) -> None:
-        """The streams and, where it is kept, the own contribution as every source's value, for polls to overwrite."""
-        if self.keeps_own:
-            words = sanitised(self.contribution(x, gemm2, weights, indices, token, fragment))
-            for source in range(self.polled):
-                self.keep(packs, trip * self.polled + source, words)
-        for lane in range(self.streams):
-            address = residual + self.stream_offset(token, lane, fragment)
-            self.keep(held, trip * self.streams + lane, ptx.load_pack(address))
+        """A row's streams and, in the fused form, what this rank adds to the sum; every load before the first use."""
+        for trip in cutlass.range_constexpr(self.trips):
+            fragment = self.fragment(trip, block, thread)
+            if fragment < self.fragments:
+                column = Int64(fragment) * BYTES
+                if cutlass.const_expr(self.fused and self.top_k > 0):
+                    routes = load_routes(weights, indices, token, self.top_k)
+                elif cutlass.const_expr(self.fused):
+                    words = ptx.load_pack(x + Int64(token) * (self.hidden * 2) + column)
+                for lane in cutlass.range_constexpr(self.streams):
+                    address = residual + self.stream_offset(token, lane, fragment)
+                    self.keep(held, trip * self.streams + lane, ptx.load_pack(address))
+                if cutlass.const_expr(self.fused):
+                    if cutlass.const_expr(self.top_k > 0):
+                        words = finalized(routes, gemm2, x, token, column, self.hidden)
+                    self.keep(mine, trip, sanitised(words))
+
+    @cute.jit
+    def send(
+        self,
+        mine: Any,
+        token: Any,
+        block: Any,
+        thread: Any,
+        generation: Any,
+        rank: Any,
+        peers: Any,
+        multicast: Any,
+    ) -> None:
+        """Store the own fragments of a row into the peers' mailboxes."""
+        for trip in cutlass.range_constexpr(self.trips):
+            fragment = self.fragment(trip, block, thread)
+            if fragment < self.fragments:
+                own = rank if cutlass.const_expr(self.keeps_own) else None
+                offset = slot_offset(generation, rank, self.ranks, token, self.capacity, self.hidden)
+                offset = offset + Int64(fragment) * BYTES
+                pack = [mine[4 * trip + word] for word in range(4)]
+                push_everywhere(peers, multicast, self.form, offset, pack, own=own, stride=self.stride)
 
     def store_streams(self, held: Any, trip: int, streams: Any, token: Any, fragment: Any) -> None:
         for lane in range(self.streams):
