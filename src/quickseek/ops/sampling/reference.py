@@ -38,8 +38,9 @@ def probabilities(
     kept = ordered.cumsum(-1) - ordered < reach
     kept[:, 0] = True
     hot = _normalise(torch.zeros_like(hot).scatter_(1, order, torch.where(kept, ordered, 0.0)))
-    one = torch.nn.functional.one_hot(greedy(logits), vocabulary).to(torch.float64)
-    one = torch.where(valid(logits).unsqueeze(1), one, 0.0)
+    # Not one_hot, which reads its argument from the host on some devices.
+    best = torch.arange(vocabulary, device=logits.device) == greedy(logits).unsqueeze(1)
+    one = (best & valid(logits).unsqueeze(1)).to(torch.float64)
     return torch.where((temperature == 0).unsqueeze(1), one, hot)
 
 
