@@ -28,6 +28,7 @@ class Needs:
     penalties: bool
     bias: bool
     min_tokens: bool
+    masks: bool
     logprobs: int | None
 
     @classmethod
@@ -40,6 +41,7 @@ class Needs:
             penalties=any(p.penalised for p in params),
             bias=any(p.logit_bias for p in params),
             min_tokens=any(p.min_tokens for p in params),
+            masks=any(p.masked for p in params),
             logprobs=max(logprobs) if logprobs else None,
         )
 
@@ -131,7 +133,7 @@ class Cycle:
         drafts = self.drafts if drafts is None else drafts
         starts, drafted = state.lengths[slots], state.drafts[slots, :drafts]
         ids = torch.cat((state.anchors[slots].unsqueeze(1), drafted), 1)
-        rows = StepRows.uniform(starts, drafts + 1, max_length)
+        rows = StepRows.uniform(starts, drafts + 1, min(max_length, self.pools.reach))
         context = self.pools.context(slots, rows, num_prefills=0)
         hidden, _ = self._run(ids.flatten(), context, None)
         return VerifyStep(

@@ -77,6 +77,11 @@ class Pools:
                 if bool((guard != CANARY).any()):
                     raise PoolOverrun(f"step {step} wrote {place} the pool {name}")
 
+    @property
+    def reach(self) -> int:
+        """Positions that a block table can name."""
+        return self.tables.shape[1] * self.block_tokens
+
     # ------------------------------------------------------------------------------------------ tables and copies
 
     def set_table(self, slot: int, first: int, blocks: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -51,11 +51,35 @@ class Update:
 
 @dataclass
 class _Launched:
-    """Results of a cycle that the host has not read: each decision with its requests, and how often those had been
-    preempted when it was launched."""
+    """Results of a cycle that the host has not read: each decision with its requests, and whether it ran rows."""
 
     cycle: int
-    decisions: list[tuple[list[tuple[Request, int]], Decision, bool]] = field(default_factory=list)
+    decisions: list[tuple[list[Request], Decision, bool]] = field(default_factory=list)
+
+
+BATCH_REFRESH = 16
+"""Cycles after which the bound on a batch's positions is taken anew."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A decode batch as the launch path needs it; kept while the same requests decode, so that launching the same
+    batch again touches nothing per request."""
+
+    requests: list[Request] = field(default_factory=list)
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    needs: Needs = field(default_factory=lambda: Needs.of([]))
+    reach: int = 0
+    age: int = 0
+
+    def next(self, requests: list[Request], drafts: int, device: torch.device) -> "_Batch":
+        """The batch of ``requests`` for the next cycle, with a bound on the positions it reaches."""
+        if requests == self.requests and self.age < BATCH_REFRESH:
+            return replace(self, reach=self.reach + drafts + 1, age=self.age + 1)
+        slots = torch.tensor([_slot(request) for request in requests], device=device)
+        # The host knows lengths as of the last cycle it has read; one more may be under way.
+        reach = max(request.num_computed for request in requests) + 2 * (drafts + 1)
+        return _Batch(list(requests), slots, Needs.of(requests), reach)
 
 
 class Runner:
@@ -101,6 +125,7 @@ class Runner:
         self.answers: dict[str, Answer] = {}
         self._compiler: GrammarCompiler | None = None
         self._unread: deque[_Launched] = deque()
+        self._batch = _Batch()
         self._proposed: dict[str, tuple[list[int], list[float]]] = {}
 
     # ------------------------------------------------------------------------------------------ requests
@@ -135,6 +160,8 @@ class Runner:
         tick = self.scheduler.schedule()
         for save in tick.saves:
             self.pools.copy_slot(save.request_slot, save.snapshot_slot)
+        if tick.preempted or tick.restores:
+            self._batch = _Batch()
         for restore in tick.restores:
             self._restore(restore)
         for update in tick.table_updates:
@@ -190,22 +217,19 @@ class Runner:
             requests = [chunks[number].request for number in last]
             masks = self._masks(requests, 0, {})
             decision = self.cycle.first_token(slots[last], hidden[last], Needs.of(requests), masks)
-            launched.decisions.append((_stamped(requests), decision, False))
+            launched.decisions.append((requests, decision, False))
 
-    def _decode(self, requests: Sequence[Request], launched: _Launched) -> None:
-        slots = torch.tensor([_slot(request) for request in requests], device=self.pools.device)
-        # The host knows lengths as of the last cycle it has read; one more may be under way.
-        reach = max(request.num_computed for request in requests) + 2 * (self.drafts + 1)
-        drafts, masks = self.drafts, None
-        if self._host_paced(requests):
+    def _decode(self, requests: list[Request], launched: _Launched) -> None:
+        batch = self._batch = self._batch.next(requests, self.drafts, self.pools.device)
+        slots, drafts, masks = batch.slots, self.drafts, None
+        if batch.needs.masks or (self.drafts and self.options.confidence):
             proposed = {request.request_id: self._chosen_drafts(request) for request in requests}
             drafts = max(len(tokens) for tokens in proposed.values())
             counts = [len(proposed[request.request_id]) for request in requests]
             self.state.draft_counts[slots] = torch.tensor(counts, device=self.pools.device)
             masks = self._masks(requests, drafts, proposed)
-        step = self.cycle.verify(slots, reach, drafts)
-        decision = self.cycle.decide(step, Needs.of(requests), masks)
-        launched.decisions.append((_stamped(requests), decision, True))
+        step = self.cycle.verify(slots, batch.reach, drafts)
+        launched.decisions.append((batch.requests, self.cycle.decide(step, batch.needs, masks), True))
 
     def _chosen_drafts(self, request: Request) -> list[int]:
         """The drafts to verify, as the host knows them: all, or those the drafter is confident of."""
@@ -243,17 +267,18 @@ class Runner:
         return updates
 
     def _read_decision(
-        self, requests: list[tuple[Request, int]], decision: Decision, rows_ran: bool, updates: list[Update]
+        self, requests: list[Request], decision: Decision, rows_ran: bool, updates: list[Update]
     ) -> None:
         tokens, counts = decision.tokens.tolist(), decision.counts.tolist()
         accepted, finished, valid = decision.accepted.tolist(), decision.finished.tolist(), decision.valid.tolist()
         drafts = decision.drafts.tolist() if decision.drafts is not None else None
         confidence = decision.confidence.tolist() if decision.confidence is not None else None
         logprobs = _logprob_rows(decision) if decision.logprobs is not None else None
-        for number, (request, preemptions) in enumerate(requests):
+        for number, request in enumerate(requests):
             answer = self.answers.get(request.request_id)
-            # A request that was preempted, aborted or finished meanwhile has no use for this result.
-            if answer is None or request.preemptions != preemptions or request.state is not Status.DECODE:
+            # One that was preempted meanwhile keeps its tokens: it starts again only after this has been read. One
+            # that was aborted or has finished has no use for them.
+            if answer is None or request.state is Status.FINISHED:
                 continue
             taken = tokens[number][: counts[number]]
             if not taken:
@@ -314,10 +339,6 @@ class Runner:
 def _slot(request: Request) -> int:
     assert request.slot is not None
     return request.slot
-
-
-def _stamped(requests: Sequence[Request]) -> list[tuple[Request, int]]:
-    return [(request, request.preemptions) for request in requests]
 
 
 def _limited(rows: list[TokenLogprobs] | None, request: Request) -> list[TokenLogprobs] | None:
