@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from protocol_machine import (
+from protocol_machine import Machine
+from protocol_parts import (
     Adversary,
     Arrive,
     Clear,
     Kernel,
     Load,
-    Machine,
     Operation,
     Read,
     Set,

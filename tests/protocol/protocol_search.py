@@ -7,21 +7,8 @@ relies on is said at ``_persistent``; test_protocol_search shows that it loses n
 import random
 from dataclasses import dataclass, field
 
-from protocol_machine import (
-    SENTINEL,
-    Action,
-    Arrive,
-    Complete,
-    Land,
-    Load,
-    Machine,
-    Read,
-    Set,
-    State,
-    Step,
-    Violation,
-    Wait,
-)
+from protocol_machine import Machine, Violation
+from protocol_parts import SENTINEL, Action, Arrive, Complete, Land, Load, Read, Set, State, Step, Wait
 
 
 @dataclass

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from protocol_machine import Adversary
+from protocol_parts import Adversary
 from protocol_programs import Design, calls
 from protocol_search import explore, walk
 
@@ -56,9 +56,9 @@ def test_without_any_reduction_every_interleaving_of_two_ranks_passes(kinds):
 
 @pytest.mark.parametrize("kinds", ["LLL", "BBB", "LBL"])
 def test_three_ranks_with_changing_rows_pass(kinds):
-    design = Design(3, calls(kinds, 2, 1), atoms=1)
+    design = Design(3, calls(kinds, 1, 2), atoms=1)
     assert explore(design.machine(ONE_CALL_LATE)).passed
-    assert not explore(replace(design, generations=1, calls=calls("LLL", 2, 1)).machine(ONE_CALL_LATE)).passed
+    assert not explore(replace(design, generations=1, calls=calls("LLL", 1, 2)).machine(ONE_CALL_LATE)).passed
 
 
 def test_two_fragments_of_one_token_pass():

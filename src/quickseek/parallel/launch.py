@@ -210,3 +210,5 @@ def _traceable(path: Path) -> Iterator[None]:
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         yield
+        if hasattr(signal, "SIGUSR1"):
+            faulthandler.unregister(signal.SIGUSR1)
