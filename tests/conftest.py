@@ -1,9 +1,13 @@
 """Fixtures of all tests: the golden checkpoint and the miniature as models, loaded once in a session."""
 
 import pytest
+import torch
 
 import golden_data
 from quickseek.model.causal_lm import CausalLM
+
+# The models of the tests are too small for a second thread to help, and threads that wait for a core do harm.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
