@@ -1,6 +1,6 @@
 """One layer of each kind at its released size: loaded from a checkpoint on disk, one row run on a CPU in trained mode.
 
-    python benchmarks/full_size_layers.py [--directory DIR] [--out FILE] [--kinds window engram ...]
+    python benchmarks/full_size_layers.py [--directory DIR] [--out FILE] [--conditions TEXT] [--kinds window engram ...]
 
 Prints a JSON line per kind: bytes loaded, seconds to load, seconds of the first row, peak RssAnon. The checkpoint is
 synthetic: random valid codes and scales. All kinds share one file of routed experts (7.2 GB), whose header is
@@ -10,6 +10,7 @@ memory and 9 GB of disk.
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -275,6 +276,7 @@ def measure(directory: Path, kind: str) -> dict[str, object]:
         "context": LENGTH,
         "bytes_loaded": payload_bytes([*parts.experts, *parts.rest]),
         "table_bytes_on_disk_sparse": payload_bytes(parts.table),
+        "largest_matrix": max(math.prod(spec.shape) for spec in parts.rest),
         "kept_bytes": sum(tensor.nbytes for tensor in module.parameters()),
         "load_s": round(loaded - began, 2),
         "first_row_s": round(done - loaded, 2),
@@ -285,10 +287,19 @@ def measure(directory: Path, kind: str) -> dict[str, object]:
         "rms_out": round(float(after.float().square().mean().sqrt()), 3),
         "page_cache": "dropped before loading",
         "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
         "torch": torch.__version__,
-        "machine": platform.machine(),
+        "mode": "trained",
+        "device": f"cpu: {processor()}",
         "samples": 1,
     }
+
+
+def processor() -> str:
+    """What the machine calls its processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def main() -> None:
@@ -296,6 +307,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where the files are written; removed afterwards")
     parser.add_argument("--out", type=Path, help="also write the JSON lines here")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--conditions", default="", help="what else the machine was doing; goes into each line")
     parser.add_argument("--measure", choices=KINDS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -308,7 +320,8 @@ def main() -> None:
             lay_out(directory, config, kind)
             # A process of its own, so that the peak is this kind's.
             command = [sys.executable, __file__, "--measure", kind, "--directory", str(directory)]
-            lines.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            lines.append(json.dumps(json.loads(done.stdout) | {"conditions": args.conditions}))
             print(lines[-1], flush=True)
     finally:
         shutil.rmtree(directory)
