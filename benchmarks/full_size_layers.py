@@ -4,7 +4,7 @@
 
 Prints a JSON line per kind: bytes loaded, seconds to load, seconds of the first row, peak RssAnon. The checkpoint is
 synthetic: random valid codes and scales. All kinds share one file of routed experts (7.2 GB), whose header is
-rewritten for each; the n-gram table has its 101 GB, of which only the rows of the run are on disk. Needs 8 GB of
+rewritten for each; the n-gram table has its 101 GB, of which only the rows of the run are on disk. Needs 10 GB of
 memory and 9 GB of disk.
 """
 
