@@ -24,6 +24,7 @@ from torch import Tensor
 from quickseek.ops.collectives import AllReduceMHC, LamportAllGather
 from quickseek.ops.collectives.all_reduce import FusedAllReduceMHC
 from quickseek.ops.collectives.compiled import compiled, current_stream
+from quickseek.ops.collectives.reference import mhc_boundary
 from quickseek.ops.collectives.spec import Boundary, Routed
 from quickseek.ops.collectives.stamp import ARGUMENTS, StampKernel
 from quickseek.ops.embedding import embed_streams
@@ -35,6 +36,10 @@ from quickseek.parallel.world import World
 HIDDEN, STREAMS, TOP_K = 5120, 4, 6
 CHAIN, REPLAYS = 100, 30
 TARGETS_US = {1: 4.0, 2: 4.0, 4: 4.0, 8: 4.0, 48: 6.0, 384: 25.0}
+
+
+COMPILED_ROWS = (1, 8, 48)
+compiled_boundary = torch.compile(mhc_boundary, dynamic=False)
 
 
 class Inputs:
@@ -147,7 +152,7 @@ def forms(instance: AllReduceMHC, given: Inputs) -> dict[str, Callable[[], Any]]
 
 
 def separate(world: World, given: Inputs) -> dict[str, Callable[[], Any]]:
-    """A library's all-reduce, then this boundary's own kernel on one rank: the best separate kernels we have."""
+    """A library's all-reduce, then separate kernels: our own for one rank, or what torch.compile makes of the reference."""
     import torch.distributed._symmetric_memory as symmetric
 
     local = AllReduceMHC(
@@ -166,11 +171,19 @@ def separate(world: World, given: Inputs) -> dict[str, Callable[[], Any]]:
     def one_shot() -> None:
         local.all_reduce(torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group), given.boundary)
 
-    return {
-        "nccl + separate": nccl,
-        "torch one-shot + separate": one_shot,
-        "separate alone": lambda: local.all_reduce(x, given.boundary),
+    def nccl_compiled() -> None:
+        dist.all_reduce(x)
+        boundary = given.boundary
+        compiled_boundary(
+            x, boundary.residual, boundary.post, boundary.comb, boundary.pre, boundary.norm_weight, boundary.norm_eps
+        )
+
+    calls: dict[str, Callable[[], Any]] = {
+        "nccl + own kernel": nccl,
+        "torch one-shot + own kernel": one_shot,
+        "own kernel alone": lambda: local.all_reduce(x, given.boundary),
     }
+    return calls | ({"nccl + torch.compile": nccl_compiled} if given.rows in COMPILED_ROWS else {})
 
 
 def measure(world: World, rows: list[int], sweep: bool, geometries: list[str]) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from collectives_cases import KINDS, check, make_case, make_ranks, phased
 
 from quickseek.ops.embedding import embed_streams
 
-
 SHAPES = ((2, 5120, 4), (4, 1024, 2))
 
 

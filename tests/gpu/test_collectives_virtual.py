@@ -77,7 +77,7 @@ def test_every_form_gives_the_same_bits(ranks: int) -> None:
     owners_replayed = make_ranks(ranks, HIDDEN, STREAMS, 48, two_shot_rows=1, replay_multicast=True)
     side = streams_for(ranks)
     for seed in range(6):
-        case = make_case(ranks, 1 + 7 * seed, HIDDEN, STREAMS, seed, kind=KINDS[seed % 3], finalize=seed % 2 == 1)
+        case = make_case(ranks, 1 + 8 * seed, HIDDEN, STREAMS, seed, kind=KINDS[seed % 3], finalize=seed % 2 == 1)
         expected = phased(one_shot, case)
         for form in (phased(two_shot, case), phased(replayed, case), phased(owners_replayed, case)):
             assert all(same_bits(one, other) for one, other in zip(expected, form, strict=True))

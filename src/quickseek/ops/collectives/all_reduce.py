@@ -227,7 +227,8 @@ class FusedAllReduceMHC:
         pre, norm, mxfp8 = boundary.pre, boundary.norm_weight, boundary.mxfp8_out
         kind = "residual" if pre is None else "plain" if mxfp8 is None else "quantize"
         looped = source == "fused" and self.ranks > 1 and rows > self.single_rows
-        clusters = min(rows, self.looped_clusters) if looped else rows
+        # As few rounds as the clusters allow, all of nearly the same number of rows.
+        clusters = -(-rows // -(-rows // self.looped_clusters)) if looped else rows
         kernel = self._boundary_kernel(source, kind, 0 if routed is None else self.shape.top_k, looped)
         streams = torch.empty_like(boundary.residual)
         output = None if pre is None else streams.new_empty(rows, self.shape.hidden_size)

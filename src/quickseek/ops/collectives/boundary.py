@@ -207,6 +207,9 @@ class BoundaryKernel:
             for trip in cutlass.range_constexpr(self.trips):
                 fragment = self.fragment(trip, block, thread)
                 if fragment < self.fragments:
+                    # Before the wait, not after it: only x is missing then.
+                    blended = cute.make_rmem_tensor((FRAGMENT * self.streams,), Float32)
+                    self.blend(blended, held, trip, mixes[1])
                     packs = cute.make_rmem_tensor((4 * self.polled,), Uint32)
                     self.repeat(packs, mine, trip)
                     if cutlass.const_expr(self.ranks > 1):
@@ -214,7 +217,7 @@ class BoundaryKernel:
                             packs, base + Int64(fragment) * BYTES, slots, self.polled, own,
                             aborted, control, budget, instance, rank, generation, token, fragment,
                         )  # fmt: skip
-                    self.spread(packs, held, trip, mixes, collapsed)
+                    self.spread(packs, blended, held, trip, mixes, collapsed)
 
             # The exchange of partial sums is under way while the streams are written.
             buffer = partials + (turn & 1) * (4 * self.slots)
@@ -343,22 +346,29 @@ class BoundaryKernel:
             words = [held[place + word] for word in range(4)]
             ptx.store_pack(streams + self.stream_offset(token, lane, fragment), words)
 
-    def spread(self, packs: Any, held: Any, trip: int, mixes: Any, collapsed: Any) -> None:
-        """mHC post of one fragment, in place of the streams held, and its collapse (spec/decode.md 0.1)."""
-        post, comb, pre = mixes
-        reduced = self.floats(rank_sum(packs, self.polled))
+    def blend(self, blended: Any, held: Any, trip: int, comb: Any) -> None:
+        """sum_s R[s] * comb[s][t] of one fragment for every stream t: all of mHC post that needs no peer."""
         residual = [
             self.floats([held[4 * (trip * self.streams + lane) + word] for word in range(4)])
             for lane in range(self.streams)
         ]
+        for target in range(self.streams):
+            for index in range(FRAGMENT):
+                value = ptx.multiply(residual[0][index], comb[target])
+                for lane in range(1, self.streams):
+                    value = ptx.fused_multiply_add(residual[lane][index], comb[lane * self.streams + target], value)
+                blended[target * FRAGMENT + index] = value
+
+    def spread(self, packs: Any, blended: Any, held: Any, trip: int, mixes: Any, collapsed: Any) -> None:
+        """mHC post of one fragment, in place of the streams held, and its collapse (spec/decode.md 0.1)."""
+        post, _, pre = mixes
+        reduced = self.floats(rank_sum(packs, self.polled))
         total = [Float32(0.0)] * FRAGMENT
         for target in range(self.streams):
-            mixed = []
-            for index in range(FRAGMENT):
-                value = ptx.multiply(reduced[index], post[target])
-                for lane in range(self.streams):
-                    value = ptx.fused_multiply_add(residual[lane][index], comb[lane * self.streams + target], value)
-                mixed.append(value)
+            mixed = [
+                ptx.fused_multiply_add(value, post[target], blended[target * FRAGMENT + index])
+                for index, value in enumerate(reduced)
+            ]
             words = [ptx.pack_bf16(mixed[2 * word], mixed[2 * word + 1]) for word in range(4)]
             self.keep(held, trip * self.streams + target, words)
             if self.normalise:
