@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,32 +11,44 @@ from torch import Tensor
 
 from compare import assert_bits, assert_float64, assert_tokens
 from model_helpers import FLOAT64, Driver, config_of, differs, exact_model, logical_weights, prompt, token_map
-from quickseek.engine.offline import OfflineEngine
-from quickseek.engine.request import Request
+from quickseek import LLM, SamplingParams
+from quickseek.checkpoint.miniature import write_miniature
 from quickseek.model.causal_lm import CausalLM
 from quickseek.model.dspark import Drafts
 from quickseek.model.loader import TensorSource
-from quickseek.model.state import ContiguousState
+from quickseek.ops import sampling
+from quickseek.ops.sampling import Verified
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import SoloWorld, World
-from quickseek.sampling_params import SamplingParams
 
 PROMPTS = [prompt(count, count + 50).tolist() for count in (1, 2, 7, 16, 33)]
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, temperature=1.1, seed=7, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float64",
+    "max_model_len": 128,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 24,
+    "kv_cache_memory_bytes": 64 << 20,
+}
 
 
-def run(params: SamplingParams, engine: type[OfflineEngine] = OfflineEngine, **options: Any) -> list[Request]:
-    model = exact_model()
-    requests = [Request.create(ids, params, model.config, 128) for ids in PROMPTS]
-    for _ in engine(model, **options).run(requests):
-        pass
-    return requests
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    write_miniature(path, "tiny")
+    return path
 
 
-@cache
-def plain(params: SamplingParams) -> list[list[int]]:
-    return [request.output_ids for request in run(params, max_num_seqs=1)]
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> list[list[int]]:
+    """Each prompt alone, one token a step."""
+    llm = LLM(directory, **(OPTIONS | {"max_num_seqs": 1, "enable_prefix_caching": False}))
+    return [llm.generate([ids], GREEDY)[0].token_ids for ids in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def speculating(directory: Path) -> LLM:
+    return LLM(directory, **OPTIONS, num_speculative_tokens=5)
 
 
 class Oracle:
@@ -46,10 +58,9 @@ class Oracle:
         self.texts = [ids + answer for ids, answer in zip(PROMPTS, answers, strict=True)]
         self.quality, self.random = quality, random.Random(3)
 
-    def __call__(self, anchors: Tensor, last: Tensor, *_: Any, count: int) -> Drafts:
+    def __call__(self, anchors: Tensor, last: Tensor, *_: Any, count: int, **__: Any) -> Drafts:
         rows = [self._after(*pair, count) for pair in zip(anchors.tolist(), last.tolist(), strict=True)]
-        tokens = torch.tensor(rows)
-        return Drafts(tokens, torch.empty(0), torch.empty(0))
+        return Drafts(torch.tensor(rows), torch.empty(0), torch.full((len(rows), count), 0.5))
 
     def _after(self, anchor: int, last: int, count: int) -> list[int]:
         text = next((text for text in self.texts if text[last + 1 : last + 2] == [anchor]), [])
@@ -57,34 +68,31 @@ class Oracle:
         return [token if self.random.random() < self.quality else (token + 1) % 500 for token in known]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("quality", [0.0, 0.6, 0.9, 1.0])
 def test_drafts_of_any_quality_give_the_tokens_of_plain_decoding(
-    params: SamplingParams, quality: float, monkeypatch: pytest.MonkeyPatch
+    quality: float, speculating: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = plain(params)
-    monkeypatch.setattr(exact_model().draft, "propose", Oracle(expected, quality))
-    requests = run(params, num_speculative_tokens=5, max_num_seqs=3, chunk=6)
-    for request, tokens in zip(requests, expected, strict=True):
-        assert_tokens(request.output_ids, tokens)
-    accepted = sum(request.accepted for request in requests) / sum(request.drafted for request in requests)
+    monkeypatch.setattr(speculating.model.draft, "propose", Oracle(plain, quality))
+    outputs = speculating.generate(PROMPTS, GREEDY)
+    for output, tokens in zip(outputs, plain, strict=True):
+        assert_tokens(output.token_ids, tokens)
+    accepted = sum(output.accepted for output in outputs) / sum(output.drafted for output in outputs)
     assert (accepted > quality**2 / 4) if quality else (accepted < 0.05), f"{accepted} of the drafts were accepted"
 
 
-class Credulous(OfflineEngine):
-    """Takes every draft at its word: what a broken acceptance would do."""
+def test_accepting_wrong_drafts_is_noticed(
+    speculating: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def credulous(chosen: Tensor, drafts: Tensor, draft_counts: Tensor) -> Verified:
+        return match(torch.cat((drafts, chosen[:, -1:]), 1), drafts, draft_counts)
 
-    def _accept(self, request: Request, targets: Sequence[int], state: ContiguousState) -> list[int]:
-        return super()._accept(request, [*request.drafts, targets[-1]], state)
-
-
-def test_accepting_wrong_drafts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = plain(GREEDY)
-    monkeypatch.setattr(exact_model().draft, "propose", Oracle(expected, 0.6))
-    requests = run(GREEDY, Credulous, num_speculative_tokens=5)
+    match = sampling.match
+    monkeypatch.setattr(sampling, "match", credulous)
+    monkeypatch.setattr(speculating.model.draft, "propose", Oracle(plain, 0.6))
+    outputs = speculating.generate(PROMPTS, GREEDY)
     with pytest.raises(AssertionError):
-        for request, tokens in zip(requests, expected, strict=True):
-            assert_tokens(request.output_ids, tokens)
+        for output, tokens in zip(outputs, plain, strict=True):
+            assert_tokens(output.token_ids, tokens)
 
 
 # ---------------------------------------------------------------------------------------------- ranks
