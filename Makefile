@@ -3,32 +3,38 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?= -m "not slow and not gpu and not gpu2"
+# The models of the tests are tiny: more threads than one only get in each other's way.
+TEST_THREADS ?= 1
 
-.PHONY: install demo test lint types unit clean
+.PHONY: demo test lint types unit clean
 
-install: $(VENV)/.installed
-
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), f"Python 3.11 to 3.13 is needed, this is {sys.version.split()[0]}"'
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11 to 3.13 is needed"'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
-demo: install
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+demo: $(VENV)/.installed
 	@test -e demo/tiny/config.json || $(BIN)/quickseek tiny demo/tiny
 	@echo "The miniature's weights are random: what follows shows the machinery, not sense."
 	$(BIN)/quickseek generate --model demo/tiny --chat "How fast can a token be?" --max-tokens 64 --seed 7 --ignore-eos
 
 test: lint types unit
 
-lint: install
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 
-types: install
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-unit: install
-	$(BIN)/pytest $(PYTEST_ARGS)
+unit: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/pytest $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) demo

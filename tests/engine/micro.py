@@ -80,6 +80,7 @@ def make_runner(
     max_num_seqs: int = 4,
     snapshots: int = 4,
     block_tokens: int = 8,
+    max_model_len: int = MAX_LENGTH,
     **options: object,
 ) -> Runner:
     """A runner over the micro model; ``num_blocks`` None: enough for everybody."""
@@ -88,7 +89,7 @@ def make_runner(
         Numerics.exact(torch.float64),
         budget_bytes=1 << 28,
         max_num_seqs=max_num_seqs,
-        max_model_len=MAX_LENGTH,
+        max_model_len=max_model_len,
         num_snapshots=snapshots,
         num_speculative_tokens=drafts,
         block_tokens=block_tokens,
@@ -102,8 +103,10 @@ def make_runner(
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-def make_request(prompt: Sequence[int], params: SamplingParams = GREEDY, **fields: object) -> Request:
-    request = Request.create(list(prompt), params, micro_config(), MAX_LENGTH)
+def make_request(
+    prompt: Sequence[int], params: SamplingParams = GREEDY, *, max_model_len: int = MAX_LENGTH, **fields: object
+) -> Request:
+    request = Request.create(list(prompt), params, micro_config(), max_model_len)
     for name, value in fields.items():
         setattr(request, name, value)
     return request

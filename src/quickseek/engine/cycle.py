@@ -147,7 +147,7 @@ class Cycle:
     def decide(self, step: VerifyStep, needs: Needs, masks: Tensor | None = None, *, rows_ran: bool = True) -> Decision:
         """D: accept or sample, commit, draft. ``masks`` int32 [B, r, words] of a grammar."""
         slots = step.slots
-        verified = self._accept(step, needs, masks)
+        verified, valid = self._accept(step, needs, masks)
         tokens = self.model.world.broadcast(verified.tokens.contiguous())
         accepted = self.model.world.broadcast(verified.accepted.contiguous())
         counts = self.state.take(slots, tokens, accepted, rows_ran=rows_ran)
@@ -165,13 +165,14 @@ class Cycle:
             counts=counts,
             accepted=torch.minimum(accepted, (counts - 1).clamp_min(0)),
             finished=self.state.finished[slots],
-            valid=(sampling.valid(step.logits.flatten(0, 1)).view_as(used) | ~used).all(1),
+            valid=(valid.view_as(used) | ~used).all(1),
             logprobs=logprobs,
             drafts=drafts,
             confidence=confidence,
         )
 
-    def _accept(self, step: VerifyStep, needs: Needs, masks: Tensor | None) -> Verified:
+    def _accept(self, step: VerifyStep, needs: Needs, masks: Tensor | None) -> tuple[Verified, Tensor]:
+        """What stands of the drafts, and which rows held a choice at all, bool [B * r]."""
         state, (batch, count) = self.state, step.logits.shape[:2]
         rows = step.slots.repeat_interleave(count)
         logits = sampling.adjust(
@@ -181,15 +182,17 @@ class Cycle:
             bitmask=masks.flatten(0, 1) if masks is not None else None,
             ends=state.forbidden_ends(step.slots, count) if needs.min_tokens else None,
         )
+        valid = sampling.valid(logits)
         if not needs.sampled:
-            return sampling.match(sampling.greedy(logits).view(batch, count), step.drafts, step.draft_counts)
+            chosen = sampling.greedy(logits).view(batch, count)
+            return sampling.match(chosen, step.drafts, step.draft_counts), valid
         chances = sampling.probabilities(
             logits, state.temperature[rows], state.top_p[rows], top_k=state.top_k[rows], min_p=state.min_p[rows]
         )
         sources: SparseDistribution | None = None
         if self.sampled_drafts and count > 1:
             sources = state.draft_distribution(step.slots, count - 1)
-        return sampling.verify(
+        verified = sampling.verify(
             chances.view(batch, count, -1),
             step.drafts,
             sources,
@@ -197,6 +200,7 @@ class Cycle:
             step.positions,
             step.draft_counts,
         )
+        return verified, valid
 
     # ------------------------------------------------------------------------------------------ parts
 

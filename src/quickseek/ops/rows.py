@@ -1,5 +1,6 @@
 """``StepRows``: which request and position each row of a step belongs to."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +30,17 @@ class StepRows:
         """Rows of a batch in which request i runs ``counts[i]`` rows from position ``starts[i]``."""
         if not counts or min(counts) < 1:
             raise ValueError(f"counts = {counts}: expected at least one row for each request")
-        row_starts = [sum(counts[:i]) for i in range(len(counts))]
-        integers = {"dtype": torch.int64, "device": device}
-        positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        first_rows = [0, *itertools.accumulate(counts)][:-1]
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         return cls(
-            positions=positions.to(**integers),
-            requests=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(**integers),
-            first_rows=torch.tensor(row_starts, **integers),
-            starts=torch.tensor(starts, **integers),
-            ends=torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], **integers),
+            positions=positions.to(device),
+            requests=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device),
+            first_rows=torch.tensor(first_rows, device=device),
+            starts=torch.tensor(starts, device=device),
+            ends=torch.tensor(ends, device=device),
             max_rows=max(counts),
-            max_length=max(s + c for s, c in zip(starts, counts, strict=True)),
+            max_length=max(ends),
         )
 
     @classmethod
