@@ -6,6 +6,8 @@ from torch import Tensor
 
 from compare import assert_float64
 from model_helpers import FLOAT64, config_of, differs, forward, logical_weights, prompt, token_map
+from quickseek.errors import ConfigError
+from quickseek.model.backbone import DeepseekV4Model
 from quickseek.model.causal_lm import CausalLM
 from quickseek.model.loader import TensorSource
 from quickseek.model.state import ContiguousState
@@ -70,3 +72,14 @@ def test_a_replayed_prompt_gives_the_same_rows_of_every_chosen_layer(entering: l
     for layer in range(5):
         assert_float64(states[layer], entering[layer][-8:], f"state of layer {layer}, which replay leaves exact")
     assert differs(states[6], entering[6][-8:])
+
+
+def test_layers_that_this_stage_cannot_give_are_refused_by_name() -> None:
+    config = config_of()
+    backbone = model_with(()).backbone
+    with pytest.raises(ConfigError, match=r"aux_hidden_state_layers = \[9\]"):
+        backbone.aux_hidden_state_layers = (9,)
+    last = DeepseekV4Model(config=config, numerics=FLOAT64, stage=range(config.decoder_start, LAYERS))
+    last.aux_hidden_state_layers = (config.decoder_start, LAYERS)
+    with pytest.raises(NotImplementedError, match="layer 1, which an earlier stage holds"):
+        last.aux_hidden_state_layers = (1,)

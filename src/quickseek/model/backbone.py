@@ -60,7 +60,7 @@ class DeepseekV4Model(nn.Module):
         self.is_first = self.stage.start == 0
         self.is_last = self.stage.stop == config.num_hidden_layers
         self.executor: StepExecutor | None = None
-        self.aux_hidden_state_layers: tuple[int, ...] = ()
+        self._aux_hidden_state_layers: tuple[int, ...] = ()
         self.decoder_replay = decoder_replay and self._decoder_replay_supported()
         self.embed = VocabParallelEmbedding(config, self.numerics, self.world) if self.is_first else None
         self.layers = nn.ModuleList(
@@ -68,6 +68,20 @@ class DeepseekV4Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self.numerics) if self.is_last else None
         self.hashes = NgramHashState(config)
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """Layers whose entering streams' mean ``forward`` also returns; the number of layers stands for the end."""
+        return self._aux_hidden_state_layers
+
+    @aux_hidden_state_layers.setter
+    def aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
+        for layer in layers:
+            if not 0 <= layer <= self.config.num_hidden_layers:
+                raise ConfigError("aux_hidden_state_layers", list(layers), f"ids up to {self.config.num_hidden_layers}")
+            if layer < self.stage.start:
+                raise NotImplementedError(f"auxiliary hidden states of layer {layer}, which an earlier stage holds")
+        self._aux_hidden_state_layers = tuple(layers)
 
     def _decoder_replay_supported(self) -> bool:
         reason = why_unsupported(self.config)
