@@ -152,7 +152,7 @@ def forms(instance: AllReduceMHC, given: Inputs) -> dict[str, Callable[[], Any]]
 
 
 def separate(world: World, given: Inputs) -> dict[str, Callable[[], Any]]:
-    """A library's all-reduce, then separate kernels: our own for one rank, or what torch.compile makes of the reference."""
+    """A library's all-reduce, then our kernel for one rank, or what torch.compile makes of the reference."""
     import torch.distributed._symmetric_memory as symmetric
 
     local = AllReduceMHC(

@@ -4,14 +4,16 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from collectives_cases import (
     KINDS,
+    Case,
     check,
     check_copy,
     concurrent,
@@ -26,6 +28,9 @@ from torch import Tensor
 from quickseek.errors import CollectiveTimeout
 from quickseek.ops.collectives import AllReduceMHC
 from quickseek.ops.collectives.spec import Routed
+from quickseek.parallel.fabric import LoopbackFabric
+
+Runner = Callable[[Any, Any, Any, Any], list[Any]]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -291,6 +296,80 @@ def test_graphs_of_two_sizes_replay_alternately(ranks: int, replays: int) -> Non
     large.run()
     torch.cuda.synchronize()
     assert int(large.wrong.sum()) == ranks, "a difference of one bit must be counted"
+
+
+def chained(instances: Sequence[AllReduceMHC], case: Case, calls: int, run: Runner) -> list[Tensor]:
+    """Each rank's streams after calls that feed on each other: streams become residual, layer inputs contributions."""
+    current = [case.boundary["residual"]] * len(instances)
+    partials = list(case.partials)
+    for _ in range(calls):
+        results = run(instances, partials, current, case.boundary)
+        current = [result[0] for result in results]
+        partials = [result[1] for result in results]
+    return current
+
+
+def test_a_chain_reads_nothing_before_its_slow_predecessor_is_done() -> None:
+    """Kernels start early; with one rank delayed at random every call still sees the whole result of the one before."""
+    chooser = random.Random(1)
+    instances, side = make_ranks(2, HIDDEN, STREAMS, 8), streams_for(2)
+    case = make_case(2, 8, HIDDEN, STREAMS, 41)
+
+    def phased_run(ranks: Any, partials: Any, residuals: Any, boundary: Any) -> list[Any]:
+        for rank, instance in enumerate(ranks):
+            instance.publish(partials[rank])
+        return [instance.collect(**boundary | {"residual": residuals[r]}) for r, instance in enumerate(ranks)]
+
+    def delayed_run(ranks: Any, partials: Any, residuals: Any, boundary: Any) -> list[Any]:
+        results = []
+        for rank, instance in enumerate(ranks):
+            with torch.cuda.stream(side[rank]):
+                torch.cuda._sleep(chooser.choice((0, 0, 20_000, 200_000)))
+                results.append(instance(partials[rank], **boundary | {"residual": residuals[rank]}))
+        return results
+
+    expected = chained(instances, case, 200, phased_run)
+    torch.cuda.synchronize()
+    found = chained(instances, case, 200, delayed_run)
+    torch.cuda.synchronize()
+    instances[0].implementation.watchdog.check()
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert not torch.equal(expected[0], chained(instances, case, 199, phased_run)[0])
+
+
+def test_a_producer_can_publish_by_itself() -> None:
+    instances = make_ranks(2, HIDDEN, STREAMS, 8, two_shot_rows=8)
+    case = make_case(2, 5, HIDDEN, STREAMS, 42)
+    expected = phased(instances, case)
+    boxes = [instance.implementation.one_shot.local for instance in instances]
+    for rank, instance in enumerate(instances):
+        target = instance.publish_target(5)
+        assert (target.rank, target.ranks, target.capacity) == (rank, 2, 7)
+        state = instance.implementation.one_shot_state
+        generation = int(state[0])
+        for box in boxes:
+            box[generation, rank, :5] = case.partials[rank] + 0.0
+        state[1] = generation
+        instance.mark_published(5)
+        with pytest.raises(RuntimeError, match="unreduced"):
+            instance.mark_published(5)
+    results = [instance.collect(**case.boundary) for instance in instances]
+    assert all(same_bits(one, other) for one, other in zip(expected, results, strict=True))
+    with pytest.raises(ValueError, match="one-shot"):
+        instances[0].publish_target(8)
+
+
+def test_loopback_sums_the_own_contribution_once_a_rank() -> None:
+    fabric = LoopbackFabric(4, torch.device("cuda", torch.cuda.current_device()))
+    alone = AllReduceMHC(
+        hidden_size=HIDDEN, hc_mult=STREAMS, max_num_tokens=200, top_k=6, device=fabric.device, fabric=fabric
+    )
+    for rows in (1, 8, 200):
+        case = make_case(1, rows, HIDDEN, STREAMS, rows)
+        result = alone(case.partials[0], **case.boundary)
+        check(replace(case, partials=case.partials * 4), 0, result)
+        with pytest.raises(AssertionError, match="streams off"):
+            check(case, 0, result)
 
 
 def test_a_missing_rank_is_named_and_reset_restores_service() -> None:

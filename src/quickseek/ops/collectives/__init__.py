@@ -13,6 +13,7 @@ from quickseek.ops.collectives.spec import (
     Boundary,
     Implementation,
     Phases,
+    PublishTarget,
     Result,
     Routed,
     check_boundary,
@@ -24,7 +25,7 @@ from quickseek.ops.collectives.spec import (
 from quickseek.parallel.fabric import Fabric
 from quickseek.parallel.world import World, default_world
 
-__all__ = ["AllReduceMHC", "LamportAllGather"]
+__all__ = ["AllReduceMHC", "LamportAllGather", "PublishTarget"]
 
 DEFAULT_TIMEOUT_S = 30.0
 """How long a collective waits for its peers; must exceed the worst skew between ranks (spec/decode.md L.6)."""
@@ -63,7 +64,7 @@ class AllReduceMHC:
             hc_mult,
             max_num_tokens,
             top_k,
-            torch.device(device),
+            _device(device, fabric),
             quantize_layer_input,
             residual_only,
             timeout_s,
@@ -173,6 +174,21 @@ class AllReduceMHC:
         check_boundary(self.shape, phases.published_rows(), residual.dtype, boundary)
         return phases.collect(boundary)
 
+    def publish_target(self, rows: int) -> PublishTarget:
+        """Where a kernel stores x of ``rows`` rows itself, in place of ``publish``; one-shot row counts only.
+
+        The kernel must have been launched on this rank before ``mark_published``; ``collect`` must follow.
+        """
+        return self._phases().publish_target(rows)
+
+    def mark_published(self, rows: int) -> None:
+        """A kernel that publishes ``rows`` rows to ``publish_target`` has been launched."""
+        self._phases().mark_published(rows)
+
+    def drop_mark(self) -> None:
+        """Forget a publish whose capture was aborted: nothing was executed, so the device is clean."""
+        self._phases().drop_mark()
+
     def _phases(self) -> Phases:
         if not isinstance(self.implementation, Phases):
             raise NotImplementedError("AllReduceMHC.publish and collect on a CPU")
@@ -204,7 +220,7 @@ class LamportAllGather:
         self.world = default_world() if world is None else world
         self.world_size = self.world.size if fabric is None else fabric.size
         self.rank_capacity_bytes = rank_capacity_bytes
-        self.device = torch.device(device)
+        self.device = _device(device, fabric)
         self._gather = None
         if self.device.type == "cuda":
             from quickseek.ops.collectives.gather import FusedAllGather
@@ -235,6 +251,15 @@ class LamportAllGather:
         """Empty the mailboxes after a ``CollectiveTimeout``. Collective."""
         if self._gather is not None:
             self._gather.reset()
+
+
+def _device(device: torch.device | str, fabric: Fabric | None) -> torch.device:
+    """The device with its index, which must be the fabric's."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    require(fabric is None or fabric.device == device, f"device {device} is not the fabric's")
+    return device
 
 
 def _implementation(shape: AllReduceShape, world: World, fabric: Fabric | None) -> Implementation:

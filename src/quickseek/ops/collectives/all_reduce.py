@@ -9,7 +9,7 @@ from quickseek.ops.collectives.boundary import BoundaryKernel, fitting_threads
 from quickseek.ops.collectives.compiled import compiled, current_stream
 from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
 from quickseek.ops.collectives.push import GENERATIONS, form_of
-from quickseek.ops.collectives.spec import AllReduceShape, Boundary, Result, Routed, require
+from quickseek.ops.collectives.spec import AllReduceShape, Boundary, PublishTarget, Result, Routed, require
 from quickseek.ops.collectives.thresholds import Thresholds, thresholds
 from quickseek.parallel.fabric import Fabric, Mailbox
 from quickseek.parallel.watchdog import Watchdog
@@ -248,20 +248,23 @@ class FusedAllReduceMHC:
         )  # fmt: skip
         return streams, output
 
-    def publish_target(self, rows: int) -> tuple[int, int, int, int]:
-        """(peer table, multicast address or 0, state, capacity) for a producer that publishes ``rows`` rows itself.
-
-        One-shot only: it stores row t's fragments at ``push.slot_offset(NEXT, rank, ranks, t, capacity, H)`` of every
-        mailbox of the table, without 0x8000 halves, sets ACTIVE to NEXT, and ``mark_published`` announces it.
-        """
+    def publish_target(self, rows: int) -> PublishTarget:
+        """Where a producer stores ``rows`` rows itself."""
         require(self.ranks > 1 and rows < self.bt_min_rows, f"{rows} rows are not published one-shot")
-        table = self.one_shot.peer_pointers.data_ptr()
-        return table, self.one_shot.multicast_pointer, self.one_shot_state.data_ptr(), self.one_shot_capacity
+        box = self.one_shot
+        return PublishTarget(
+            box.peer_pointers.data_ptr(), box.multicast_pointer, self.one_shot_state.data_ptr(),
+            self.one_shot_capacity, self.fabric.rank, self.ranks,
+        )  # fmt: skip
 
     def mark_published(self, rows: int) -> None:
-        """A producer has been launched that publishes ``rows`` rows; ``collect`` must follow."""
+        """A producer that publishes ``rows`` rows has been launched; ``collect`` must follow."""
         self._check_idle()
         self._pending = (rows, False)
+
+    def drop_mark(self) -> None:
+        """Forget a publish that was captured but never executed."""
+        self._pending = None
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -37,7 +37,7 @@ FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 def fitting_threads(ranks: int, trips: int, looped: bool) -> int:
     """Threads that the compiled kernel leaves room for on a multiprocessor: 100 or 128 registers each."""
-    return 640 if looped and ranks <= 4 and trips == 1 else 512
+    return 640 if (looped or ranks == 1) and ranks <= 4 and trips == 1 else 512
 
 
 class BoundaryKernel:

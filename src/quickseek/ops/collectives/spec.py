@@ -70,9 +70,32 @@ class Implementation(Protocol):
     def reset(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class PublishTarget:
+    """Addresses for a kernel that publishes its own result (spec/decode.md B.7.1), constant for an instance.
+
+    It reads the generation g = state[0] after its grid wait, stores each 16-byte fragment f of row t, with halves of
+    0x8000 made 0, at byte ``(((g * ranks + rank) * capacity + t) * hidden_size + 8 * f) * 2`` of every mailbox in
+    ``table`` (int64 [ranks]; or once at ``multicast`` where that is not 0), and one thread sets state[1] = g.
+    """
+
+    table: int
+    multicast: int
+    state: int
+    capacity: int
+    rank: int
+    ranks: int
+
+
 @runtime_checkable
 class Phases(Protocol):
     """An implementation whose calls can be taken apart, so that one process can play several ranks."""
+
+    def publish_target(self, rows: int) -> PublishTarget: ...
+
+    def mark_published(self, rows: int) -> None: ...
+
+    def drop_mark(self) -> None: ...
 
     def publish(self, x: Tensor, routed: Routed | None = None) -> None: ...
 
