@@ -1,0 +1,90 @@
+"""A record that a kernel leaves becomes one CollectiveTimeout that names who was missing; reset forgets it."""
+
+import threading
+
+import pytest
+import torch
+
+from quickseek.errors import CollectiveTimeout
+from quickseek.parallel.fabric import VirtualFabric
+from quickseek.parallel.watchdog import ABORT, CLAIMED, CONTROL_WORDS, KINDS, MAGIC, PEERS, RECORD, Watchdog
+
+
+def leave_record(watchdog: Watchdog, kind: int, mask: int) -> None:
+    """What ``BoundedWait.report`` stores: instance, kind, rank, generation, token, fragment, mask; the magic last."""
+    words = [MAGIC, 1, kind, watchdog.fabric.rank, 2, 17, 5, mask]
+    watchdog.record[1:8] = torch.tensor(words[1:], dtype=torch.int32)
+    watchdog.record[0] = MAGIC
+
+
+def test_a_record_names_kind_rank_generation_token_and_missing_ranks() -> None:
+    fabric = VirtualFabric.ranks(4, "cpu")[2]
+    watchdog = Watchdog.of(fabric)
+    watchdog.check()
+    leave_record(watchdog, 3, 0b1010)
+    with pytest.raises(CollectiveTimeout, match="all_gather on rank 2") as caught:
+        watchdog.check()
+    assert (caught.value.generation, caught.value.token, caught.value.missing) == (2, 17, (1, 3))
+    assert watchdog.error() is caught.value, "one time-out is one error"
+
+
+def test_every_kind_has_a_name() -> None:
+    for kind, name in enumerate(KINDS):
+        fabric = VirtualFabric.ranks(1, "cpu")[0]
+        watchdog = Watchdog(fabric)
+        leave_record(watchdog, kind, 0)
+        error = watchdog.error()
+        assert error is not None and error.kind == name and error.missing == ()
+
+
+def test_the_control_block_holds_the_record_and_every_peer() -> None:
+    fabrics = VirtualFabric.ranks(3, "cpu")
+    dogs = [Watchdog.of(fabric) for fabric in fabrics]
+    assert PEERS // 8 + 8 <= CONTROL_WORDS
+    assert [Watchdog.of(fabric) for fabric in fabrics] == dogs
+    for dog in dogs:
+        block = dog.mailbox.local
+        assert block[ABORT // 8] == 0 and block[CLAIMED // 8] == 0
+        assert block[RECORD // 8] == dog.record.data_ptr()
+        assert block[PEERS // 8 : PEERS // 8 + 3].tolist() == [other.control for other in dogs]
+
+
+class Collective:
+    """Counts how often its mailboxes were emptied."""
+
+    refills = 0
+
+    def refill(self) -> None:
+        self.refills += 1
+
+
+def test_reset_lowers_the_flag_and_empties_every_collective_that_lives() -> None:
+    fabric = VirtualFabric.ranks(2, "cpu")[0]
+    watchdog = Watchdog.of(fabric)
+    kept, gone = Collective(), Collective()
+    assert (watchdog.register(kept), watchdog.register(gone)) == (1, 2)
+    del gone
+    leave_record(watchdog, 0, 2)
+    watchdog.mailbox.local[ABORT // 8] = 1
+    with pytest.raises(CollectiveTimeout):
+        watchdog.check()
+    watchdog.reset()
+    watchdog.check()
+    assert kept.refills == 1 and watchdog.mailbox.local[ABORT // 8] == 0
+
+
+def test_the_thread_reports_a_time_out_once() -> None:
+    seen: list[CollectiveTimeout] = []
+    called = threading.Event()
+
+    def report(error: CollectiveTimeout) -> None:
+        seen.append(error)
+        called.set()
+
+    fabric = VirtualFabric.ranks(2, "cpu")[1]
+    watchdog = Watchdog(fabric, report)
+    assert not called.wait(0.2), "nothing has happened yet"
+    leave_record(watchdog, 0, 1)
+    assert called.wait(5.0)
+    assert not threading.Event().wait(0.2) and len(seen) == 1 and seen[0].missing == (0,)
+    watchdog.close()
