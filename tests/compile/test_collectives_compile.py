@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,12 @@ def compile_all(architecture: str) -> dict[str, dict[str, Any]]:
     """What each compiled kernel's PTX holds."""
     script = Path(__file__).with_name("collectives_variants.py")
     environment = os.environ | {"CUTE_DSL_ARCH": architecture}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=500, check=False
-    )
+    # The compiler leaves the PTX it is asked to keep in the working directory.
+    with tempfile.TemporaryDirectory() as directory:
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True, text=True, env=environment, cwd=directory, timeout=500, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["name"]: line for line in lines}

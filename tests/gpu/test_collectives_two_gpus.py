@@ -132,6 +132,19 @@ def test_a_stalled_rank_raises_everywhere_and_reset_restores_service() -> None:
     assert first["serves_again"] and second["serves_again"]
 
 
+def disagree(world: World) -> str:
+    try:
+        build(world, 8 + world.rank)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_build_different_collectives_all_raise_the_same_error() -> None:
+    first, second = spawn(disagree, 2, device="cuda", timeout_s=120)
+    assert first == second and "max_num_tokens=8" in first and "max_num_tokens=9" in first
+
+
 def gathers(world: World) -> int:
     gather = LamportAllGather(rank_capacity_bytes=1 << 20, device=world.device, world=world)
     wrong = torch.zeros((), dtype=torch.int64, device=world.device)

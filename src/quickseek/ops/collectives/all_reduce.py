@@ -1,5 +1,6 @@
 """``AllReduceMHC`` on CUDA: mailboxes, the choice of protocol by rows, and the launches (spec/decode.md B.7, B.8)."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,15 @@ from quickseek.ops.collectives.boundary import BoundaryKernel, fitting_threads
 from quickseek.ops.collectives.compiled import compiled, current_stream
 from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
 from quickseek.ops.collectives.push import GENERATIONS, form_of
-from quickseek.ops.collectives.spec import AllReduceShape, Boundary, PublishTarget, Result, Routed, require
+from quickseek.ops.collectives.spec import (
+    AllReduceShape,
+    Boundary,
+    PublishTarget,
+    Result,
+    Routed,
+    agree,
+    require,
+)
 from quickseek.ops.collectives.thresholds import Thresholds, thresholds
 from quickseek.parallel.fabric import Fabric, Mailbox
 from quickseek.parallel.watchdog import Watchdog
@@ -35,6 +44,7 @@ class FusedAllReduceMHC:
     def __init__(self, shape: AllReduceShape, fabric: Fabric, chosen: Thresholds | None = None) -> None:
         self.shape, self.fabric, self.device = shape, fabric, fabric.device
         self.ranks = fabric.size
+        agree(fabric, (replace(shape, device=torch.device("cuda")), chosen))
         capability = torch.cuda.get_device_capability(self.device)[0]
         self.thresholds = chosen or thresholds(capability, self.ranks)
         self.threads, self.cluster = self.thresholds.geometry(shape.hidden_size)

@@ -19,6 +19,7 @@ from quickseek.ops.collectives.push import (
     next_generation,
     push_everywhere,
 )
+from quickseek.ops.collectives.spec import agree
 from quickseek.ops.collectives.wait import BoundedWait
 from quickseek.parallel.fabric import Fabric
 from quickseek.parallel.watchdog import Watchdog
@@ -130,6 +131,7 @@ class FusedAllGather:
 
     def __init__(self, rank_capacity_bytes: int, device: torch.device, fabric: Fabric, timeout_s: float) -> None:
         self.fabric, self.device, self.ranks = fabric, fabric.device, fabric.size
+        agree(fabric, (rank_capacity_bytes, timeout_s))
         self.rank_packs = rank_capacity_bytes // 16
         self.budget = int(timeout_s * 1e9)
         self.watchdog = Watchdog.of(fabric)

@@ -112,6 +112,13 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def agree(fabric: Fabric, value: object) -> None:
+    """ValueError, on every rank alike, unless all ranks of the fabric build a collective from equal values."""
+    values = fabric.gather_object(value)
+    different = {rank: other for rank, other in enumerate(values) if other != values[0]}
+    require(not different, f"ranks build different collectives: rank 0 {values[0]}, others {different}")
+
+
 def check_shape(shape: AllReduceShape, world: World, fabric: Fabric | None) -> None:
     """ValueError naming the constructor argument that no build of the collective can serve."""
     require(shape.hidden_size > 0 and shape.hidden_size % 8 == 0, f"hidden_size {shape.hidden_size}: a multiple of 8")
