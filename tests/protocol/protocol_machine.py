@@ -19,6 +19,7 @@ from protocol_parts import (
     NEVER,
     SENTINEL,
     Action,
+    Advance,
     Adversary,
     Arrive,
     Clear,
@@ -35,6 +36,7 @@ from protocol_parts import (
     State,
     Step,
     Store,
+    Thread,
     Wait,
 )
 
@@ -73,7 +75,7 @@ class Machine:
         cursors = tuple(self._enter(rank, 0) for rank in range(len(self.programs)))
         return State(SENTINEL * self.size, (), (0,) * (self.words * len(self.programs)), cursors)
 
-    def _enter(self, rank: int, kernel: int, threads: tuple[tuple[int, int], ...] | None = None) -> Cursor:
+    def _enter(self, rank: int, kernel: int, threads: tuple[Thread, ...] | None = None) -> Cursor:
         program = self.programs[rank]
         if threads is None:
             threads = program[kernel].start() if kernel < len(program) else ()
@@ -98,7 +100,7 @@ class Machine:
             if cursor.kernel == len(program):
                 continue
             kernel, busy = program[cursor.kernel], False
-            for thread, (pc, generation) in enumerate(cursor.threads):
+            for thread, (pc, generation, _) in enumerate(cursor.threads):
                 operations = kernel.threads[thread]
                 if pc == len(operations):
                     continue
@@ -111,7 +113,7 @@ class Machine:
                     if operation.weak:
                         found.append(Step(rank, 0, thread, stale=True))
                 found.append(Step(rank, 0, thread))
-            for thread, (pc, _) in enumerate(cursor.ahead):
+            for thread, (pc, _, _) in enumerate(cursor.ahead):
                 if not isinstance(program[cursor.kernel + 1].threads[thread][pc], Wait):
                     found.append(Step(rank, 1, thread))
             if not busy and not any(f.writer == rank and f.due <= cursor.kernel for f in state.flight):
@@ -157,7 +159,7 @@ class Machine:
         rank, base = step.rank, step.rank * self.words
         memory, flight, words, cursors = state
         threads = cursor.ahead if step.ahead else cursor.threads
-        pc, generation = threads[step.thread]
+        pc, generation, last = threads[step.thread]
         kernel = self.programs[rank][cursor.kernel + step.ahead]
         operation = kernel.threads[step.thread][pc]
         match operation:
@@ -167,10 +169,12 @@ class Machine:
                 generation = words[base + word]
             case Set(word, by):
                 words = _put(words, base + word, (generation + by) % self.generations)
-            case Arrive(counter, word, count):
-                last = words[base + counter] + 1 == count
-                words = _put(words, base + counter, 0 if last else words[base + counter] + 1)
+            case Arrive(word, count):
+                last = words[base + word] + 1 == count
+                words = _put(words, base + word, words[base + word] + 1)
+            case Advance(counter, word):
                 if last:
+                    words = _put(words, base + counter, 0)
                     words = _put(words, base + word, (generation + 1) % self.generations)
             case Store(slot, tag):
                 due = cursor.kernel if self.adversary.flush else NEVER
@@ -188,7 +192,7 @@ class Machine:
                     memory = memory[:address] + SENTINEL + memory[address + 1 :]
                 else:
                     flight = _launch(flight, Flying(address, rank, SENTINEL, self._due(rank, cursor.kernel, late)))
-        threads = _put(threads, step.thread, (pc + 1, generation))
+        threads = _put(threads, step.thread, Thread(pc + 1, generation, last))
         cursor = cursor._replace(ahead=threads) if step.ahead else cursor._replace(threads=threads)
         return State(memory, flight, words, _put(cursors, rank, cursor))
 
@@ -222,7 +226,7 @@ class Machine:
         for cursor, program in zip(state.cursors, self.programs, strict=True):
             if cursor.kernel == len(program) or program[cursor.kernel].call == call:
                 continue
-            for (pc, generation), operations in zip(cursor.threads, program[cursor.kernel].threads, strict=True):
+            for (pc, generation, _), operations in zip(cursor.threads, program[cursor.kernel].threads, strict=True):
                 if any(address in _atoms(slot, generation) for slot in _held(operations, pc)):
                     raise Violation("I3", f"{self._name(tag)} lands while its slot is being read and cleared")
 

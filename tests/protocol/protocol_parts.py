@@ -35,11 +35,17 @@ class Set(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """Count an arrival; the last of ``threads`` zeroes the counter and sets ``word`` to the next generation."""
+    """Count an arrival in a state word; the thread remembers whether it was the last of ``threads``."""
+
+    word: int
+    threads: int
+
+
+class Advance(NamedTuple):
+    """What the last arrival does at its end: zero the counter, and ``word`` = generation + 1."""
 
     counter: int
     word: int
-    threads: int
 
 
 class Store(NamedTuple):
@@ -70,7 +76,7 @@ class Clear(NamedTuple):
     shift: int = 0
 
 
-Operation = Wait | Load | Set | Arrive | Store | Read | Clear
+Operation = Wait | Load | Set | Arrive | Advance | Store | Read | Clear
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,17 @@ class Kernel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prologue", any(ops and not isinstance(ops[0], Wait) for ops in self.threads))
 
-    def start(self) -> tuple[tuple[int, int], ...]:
-        """(operation, generation) of every thread before anything ran."""
-        return ((0, 0),) * len(self.threads)
+    def start(self) -> "tuple[Thread, ...]":
+        """Every thread before anything ran."""
+        return (Thread(0, 0, False),) * len(self.threads)
+
+
+class Thread(NamedTuple):
+    """A thread's next operation, its generation, and whether it was the last to arrive."""
+
+    pc: int
+    generation: int
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -116,8 +130,8 @@ class Cursor(NamedTuple):
     """Where a rank is: its current kernel, that kernel's threads, and the next one's threads in their prologue."""
 
     kernel: int
-    threads: tuple[tuple[int, int], ...]
-    ahead: tuple[tuple[int, int], ...]
+    threads: tuple[Thread, ...]
+    ahead: tuple[Thread, ...]
 
 
 class State(NamedTuple):

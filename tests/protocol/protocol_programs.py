@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from protocol_machine import Machine
 from protocol_parts import (
+    Advance,
     Adversary,
     Arrive,
     Clear,
@@ -22,7 +23,7 @@ from protocol_parts import (
     Wait,
 )
 
-ONE_SHOT, TWO_SHOT, GATHER = "one-shot", "two-shot", "gather"
+ONE_SHOT, TWO_SHOT, FUSED, GATHER = "one-shot", "two-shot", "fused", "gather"
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Call:
 
 
 def calls(kinds: str, *rows: int) -> tuple[Call, ...]:
-    """Calls from letters: L one-shot, B two-shot, G gather; rows repeat."""
-    names = {"L": ONE_SHOT, "B": TWO_SHOT, "G": GATHER}
+    """Calls from letters: L one-shot, B two-shot, F fused (one-shot in one kernel), G gather; rows repeat."""
+    names = {"L": ONE_SHOT, "B": TWO_SHOT, "F": FUSED, "G": GATHER}
     return tuple(Call(names[letter], rows[i % len(rows)]) for i, letter in enumerate(kinds))
 
 
@@ -45,12 +46,14 @@ class Design:
 
     ``clear``: "own" (what was read), "none", "next" (the next generation instead), "next, lazily" (before polling),
     "previous, lazily" (right, but leaves the last call's payload). ``advance``: who advances NEXT, "collect" or
-    "publish"; "first" lets the first thread of a gather advance instead of the last. ``poll``: which atoms are looked
-    at, "all", "first half" of each word of two atoms, "first word". ``reload``: "no", "weak" (the payload is loaded
-    again by ordinary loads after the poll), "volatile". ``one_word``: ACTIVE is NEXT. ``early``: the kernel, "publish"
-    or "collect", that loads its state word before the grid wait. ``rows_of``: (rank, call, rows) where one rank has
-    another row count. ``blocked_owner``: the rank that owns token t / ceil(rows / ranks) instead of t % ranks.
-    ``shared``: what one-shot and two-shot share, of "words" and "memory".
+    "publish"; in a single kernel, "first" is the first thread at its end, instead of the last to arrive. ``arrive``:
+    a thread of a single kernel arrives when it has "sent" or at its "end" (both right). ``keeps_own``: a single kernel
+    keeps its own contribution in registers. ``looped``: its threads run all tokens of a fragment. ``poll``: which
+    atoms are looked at, "all", "first half" of each word of two atoms, "first word". ``reload``: "no", "weak" (the
+    payload is loaded again by ordinary loads after the poll), "volatile". ``one_word``: ACTIVE is NEXT. ``early``: the
+    kernel, "publish", "reduce", "collect" or "single", that loads its state word before the grid wait. ``rows_of``:
+    (rank, call, rows) where one rank has another row count. ``blocked_owner``: the rank that owns token
+    t / ceil(rows / ranks) instead of t % ranks. ``shared``: what one-shot and two-shot share, of "words" and "memory".
     """
 
     ranks: int
@@ -60,6 +63,9 @@ class Design:
     atoms: int = 2
     clear: str = "own"
     advance: str = "collect"
+    arrive: str = "sent"
+    keeps_own: bool = False
+    looped: bool = False
     poll: str = "all"
     reload: str = "no"
     one_word: bool = False
@@ -98,15 +104,15 @@ class _Builder:
             self.contributions = _Box(self.one_shot.base, self.contributions.slots)
         self.reduced = self._box(self.capacity)
         self.gathered = self._box(design.ranks * self.capacity)
-        # NEXT and ACTIVE of each protocol; the gather has a counter of arrivals in place of ACTIVE.
-        self.word = {ONE_SHOT: 0, TWO_SHOT: 0 if "words" in design.shared else 2, GATHER: 4}
+        # NEXT of each protocol; ACTIVE, and the counter of arrivals of a single kernel, follow it.
+        self.word = {ONE_SHOT: 0, FUSED: 0, TWO_SHOT: 0 if "words" in design.shared else 3, GATHER: 6}
         programs = tuple(
             tuple(kernel for call in range(len(design.calls)) for kernel in self._call(rank, call))
             for rank in range(design.ranks)
         )
         counts = Counter(self.word[call.kind] for call in design.calls)
-        calls_of = {word: counts[word] for word in (0, 2, 4)}
-        return Machine(programs, self.size, 6, design.generations, calls_of, self.names, adversary)
+        calls_of = {word: counts[word] for word in (0, 3, 6)}
+        return Machine(programs, self.size, 9, design.generations, calls_of, self.names, adversary)
 
     def _box(self, rows: int) -> _Box:
         design = self.design
@@ -133,8 +139,8 @@ class _Builder:
         if design.rows_of is not None and design.rows_of[:2] == (rank, number):
             rows = design.rows_of[2]
         items = [(token, fragment) for token in range(rows) for fragment in range(design.fragments)]
-        if call.kind == GATHER:
-            yield Kernel(number, self._gather(rank, number, items), last_of_call=True)
+        if call.kind in (FUSED, GATHER):
+            yield Kernel(number, self._single(rank, number, rows, call.kind), last_of_call=True)
             return
         two_shot = call.kind == TWO_SHOT
         yield Kernel(number, self._publish(rank, number, items, rows, two_shot), last_of_call=False)
@@ -213,21 +219,34 @@ class _Builder:
             threads.append(tuple(operations))
         return tuple(threads)
 
-    def _gather(self, rank: int, call: int, items: list[tuple[int, int]]) -> tuple:
-        """One kernel that publishes and collects; the last thread to arrive advances."""
-        next_, counter = self._words(GATHER)
+    def _single(self, rank: int, call: int, rows: int, kind: str) -> tuple:
+        """One kernel that publishes and collects: a fused boundary, or a gather."""
+        design, (next_, _) = self.design, self._words(kind)
+        counter, box = next_ + 2, self.gathered if kind == GATHER else self.one_shot
+        turns = [range(rows)] if design.looped else [range(token, token + 1) for token in range(rows)]
+        work = [(tokens, fragment) for tokens in turns for fragment in range(design.fragments)]
         threads = []
-        for token, fragment in items:
-            found = self._expected(self.gathered, rank, call, token, fragment)
-            operations = self._begin("gather", next_)
-            tag = self._tag(rank, call, token, fragment)
-            operations += self._push(self.gathered, rank * self.capacity + token, fragment, tag)
-            operations += self._poll(found)
-            if self.design.advance == "first" and (token, fragment) == (0, 0):
+        for tokens, fragment in work:
+            operations = self._begin("single", next_)
+            sends = []
+            for token in tokens:
+                tag, row = self._tag(rank, call, token, fragment), rank * self.capacity + token
+                sends.append(self._push(box, row, fragment, tag, without=rank if design.keeps_own else None))
+            operations += sends[0]
+            if design.arrive == "sent":
+                operations.append(Arrive(counter, len(work)))
+            # A looped thread sends its next token before it polls for the one in hand.
+            for token, following in zip(tokens, [*sends[1:], []], strict=True):
+                found = self._expected(box, rank, call, token, fragment)
+                if design.keeps_own:
+                    del found[rank]
+                operations += [*following, *self._poll(found), *self._clear([slot for slot, _ in found])]
+            if design.advance == "first" and (tokens[0], fragment) == (0, 0):
                 operations.append(Set(next_, 1))
-            operations += self._clear([slot for slot, _ in found])
-            if self.design.advance != "first":
-                operations.append(Arrive(counter, next_, len(items)))
+            if design.arrive == "end":
+                operations.append(Arrive(counter, len(work)))
+            if design.advance != "first":
+                operations.append(Advance(counter, next_))
             threads.append(tuple(operations))
         return tuple(threads)
 
@@ -238,8 +257,9 @@ class _Builder:
     def _begin(self, kernel: str, word: int) -> list[Operation]:
         return [Load(word), Wait()] if self.design.early == kernel else [Wait(), Load(word)]
 
-    def _push(self, box: _Box, row: int, fragment: int, tag: str) -> list[Operation]:
-        return [Store(self._slot(box, peer, row, fragment), tag) for peer in range(self.design.ranks)]
+    def _push(self, box: _Box, row: int, fragment: int, tag: str, without: int | None = None) -> list[Operation]:
+        peers = [peer for peer in range(self.design.ranks) if peer != without]
+        return [Store(self._slot(box, peer, row, fragment), tag) for peer in peers]
 
     def _expected(self, box: _Box, rank: int, call: int, token: int, fragment: int) -> list[tuple[Slot, str]]:
         return [

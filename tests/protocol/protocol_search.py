@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 
 from protocol_machine import Machine, Violation
-from protocol_parts import SENTINEL, Action, Arrive, Complete, Land, Load, Read, Set, State, Step, Wait
+from protocol_parts import SENTINEL, Action, Advance, Complete, Land, Load, Read, Set, State, Step, Store, Wait
 
 
 @dataclass
@@ -57,20 +57,22 @@ def explore(machine: Machine, *, reduced: bool = True, limit: int = 1_000_000, s
 
 
 def walk(machine: Machine, walks: int, seed: int, *, stop: bool = True) -> Report:
-    """``walks`` runs of uniformly random actions, each with a bias of its own towards some ranks and against landing.
+    """``walks`` runs of random actions, each with a pace of its own for every rank and thread, and for landings.
 
-    Without the bias ranks stay level and stores land soon, so that little of what matters would happen.
+    At one pace ranks and threads stay level and stores land soon, so that little of what matters would happen.
     """
     report = Report()
     for number in range(walks):
         chance = random.Random(f"{seed} {number}")
-        pace = [chance.choice((0.02, 0.3, 1.0)) for _ in machine.programs]
+        ranks = [chance.choice((0.02, 0.3, 1.0)) for _ in machine.programs]
+        threads = [chance.choice((0.02, 1.0, 1.0)) for _ in range(4)]
         landing = chance.choice((0.02, 0.2, 1.0))
         state = machine.start()
         try:
             while actions := machine.actions(state):
-                weights = [landing if isinstance(one, Land) else pace[one.rank] for one in actions]
-                state = machine.apply(state, chance.choices(actions, weights)[0])
+                state = machine.apply(
+                    state, chance.choices(actions, [_pace(one, ranks, threads, landing) for one in actions])[0]
+                )
                 report.states += 1
             machine.check_end(state)
             report.finished += 1
@@ -81,13 +83,20 @@ def walk(machine: Machine, walks: int, seed: int, *, stop: bool = True) -> Repor
     return report
 
 
+def _pace(action: Action, ranks: list[float], threads: list[float], landing: float) -> float:
+    if isinstance(action, Land):
+        return landing
+    return ranks[action.rank] * (threads[action.thread % len(threads)] if isinstance(action, Step) else 1.0)
+
+
 def _persistent(machine: Machine, state: State, actions: list[Action]) -> list[Action]:
     """One action that no other can disturb, if there is one; else all that are worth interleaving.
 
     Undisturbed: completing a kernel; a poll that finds its payload; state words that no sibling thread touches; a
-    payload that lands where nothing else is in flight, for a waiting read cannot tell early from late, and whether
-    the slot was free is checked at its issue. Clears land as late as they may, or first where a payload is behind
-    them: landings at several addresses do not disturb each other, so one order is enough.
+    store, for its slot has one writer and only becomes freer with time: what may be sent now may be sent later, and
+    what may not is a violation now; a payload that lands where nothing else is in flight, for a waiting read cannot
+    tell early from late. Clears are what peers' stores race with: they land as late as they may, in one order, for
+    landings at several addresses do not disturb each other, and in either order with a payload for their address.
     """
     crowded: set[int] = set()
     for one, other in zip(state.flight, state.flight[1:], strict=False):
@@ -120,7 +129,7 @@ def _idle(machine: Machine, state: State, rank: int) -> bool:
     if cursor.kernel == len(program):
         return True
     ends = (len(operations) for operations in program[cursor.kernel].threads)
-    return all(pc == end for (pc, _), end in zip(cursor.threads, ends, strict=True))
+    return all(thread.pc == end for thread, end in zip(cursor.threads, ends, strict=True))
 
 
 def _private(machine: Machine, state: State, step: Step) -> bool:
@@ -130,13 +139,13 @@ def _private(machine: Machine, state: State, step: Step) -> bool:
     kernel = kernels[cursor.kernel]
     if step.ahead or cursor.ahead:
         return False
-    operation = kernel.threads[step.thread][cursor.threads[step.thread][0]]
-    if isinstance(operation, Wait):
+    operation = kernel.threads[step.thread][cursor.threads[step.thread].pc]
+    if isinstance(operation, Wait | Store):
         return True
     if isinstance(operation, Read):
         return operation.waits
     if not isinstance(operation, Load | Set):
         return False
     siblings = [one for i, ops in enumerate(kernel.threads) if i != step.thread for one in ops]
-    touching = [one for one in siblings if isinstance(one, Load | Set | Arrive) and one.word == operation.word]
+    touching = [one for one in siblings if isinstance(one, Load | Set | Advance) and one.word == operation.word]
     return (isinstance(operation, Load) and all(isinstance(one, Load) for one in touching)) or not touching
