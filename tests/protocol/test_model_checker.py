@@ -47,7 +47,7 @@ def test_changing_rows_and_sibling_threads_pass_with_any_adversary(ranks, kinds,
 
 @pytest.mark.parametrize("kinds", ["LLLL", "BBB", "GGGG"])
 def test_without_any_reduction_every_interleaving_of_two_ranks_passes(kinds):
-    """14,000 to 60,000 states: each atom lands, is read and is cleared on its own."""
+    """6,000 to 55,000 states: each atom lands, is read and is cleared on its own."""
     design = Design(2, calls(kinds, 1))
     assert explore(design.machine(AT_ONCE), reduced=False).passed
     assert explore(design.machine(BY_COMPLETION), reduced=False).passed
@@ -114,7 +114,7 @@ MUTANTS = {
     "publish reads NEXT before its grid wait": (ONE_ROW, {"early": "publish"}, "I2"),
     "consumer reads ACTIVE before its grid wait": (ONE_ROW, {"early": "collect"}, "I5"),
     "owner reads ACTIVE before its grid wait": (Design(2, calls("BBBB", 1)), {"early": "reduce"}, "I5"),
-    "the first thread of a gather advances": (Design(2, calls("GGG", 2)), {"advance": "first"}, "I2 I4 I5"),
+    "the first thread of a gather advances": (Design(2, calls("GG", 2)), {"advance": "first"}, "I2 I4 I5"),
     "the first thread of a fused kernel advances": (Design(2, calls("FLF", 2)), {"advance": "first"}, "I2 I4 I5"),
 }
 
