@@ -13,9 +13,8 @@ from quickseek.model.loader import WeightLoader
 from quickseek.model.modules import Linear, RMSNorm, parameter, shard
 from quickseek.numerics import Numerics
 from quickseek.ops import attention as attention_op
-from quickseek.ops import compressor as compressor_op
 from quickseek.ops import linear as linear_op
-from quickseek.ops import norm_rope
+from quickseek.ops import norm_rope, rings
 from quickseek.ops.norm_rope import Rotation
 from quickseek.parallel.world import World
 
@@ -75,8 +74,7 @@ class Attention(nn.Module):
 
     def keep_window(self, kv: Tensor, shared: StepShared, context: ForwardContext) -> None:
         """Write window KV of a step into the ring, after it has been read."""
-        ring = context.view(f"{self.prefix}.window")
-        ring.write(shared.rows.requests, compressor_op.ring_rows_to_keep(ring, shared.rows), kv)
+        rings.keep(context.view(f"{self.prefix}.window"), shared.rows, kv)
 
     # ------------------------------------------------------------------------------------------ one call
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from quickseek.ops.cache import CacheView, Codec
@@ -136,8 +135,3 @@ class StepExecutor(Protocol):
         self, positions: Tensor, intermediate_tensors: "IntermediateTensors | None", *, context: ForwardContext
     ) -> ExecutorStep | None:
         """The step that runs this forward, or None for the stock layers."""
-
-
-def graph_is_recording(device: torch.device) -> bool:
-    """Whether PyTorch itself is capturing a CUDA graph on the current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

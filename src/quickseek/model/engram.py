@@ -9,7 +9,7 @@ from quickseek.model.loader import WeightLoader
 from quickseek.model.modules import Linear, parameter
 from quickseek.numerics import Numerics
 from quickseek.ops import engram as engram_op
-from quickseek.ops.compressor import ring_rows_to_keep
+from quickseek.ops import rings
 from quickseek.ops.engram import DEAD, HashConstants
 from quickseek.ops.linear import Weight
 
@@ -108,5 +108,5 @@ class NgramHashState(nn.Module):
         history = context.view(HISTORY) if has_history else None
         windows = engram_op.token_windows(compressed, history, rows, self.layout.lookback, given)
         if history is not None:
-            history.write(rows.requests, ring_rows_to_keep(history, rows), compressed.unsqueeze(-1))
+            rings.keep(history, rows, compressed.unsqueeze(-1))
         return [engram_op.hash_ngrams(windows, constants) for constants in self._constants]

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from quickseek.errors import CheckpointError
 from quickseek.formats import BLOCK
 from quickseek.numerics import Numerics
-from quickseek.ops.linear import Fp4Weight, Fp8Weight, Weight
-from quickseek.ops.linear.reference import dequantize
+from quickseek.ops.linear import Fp4Weight, Fp8Weight, Weight, dequantize
 
 WHOLE = slice(None)
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -1,11 +1,13 @@
 """Attention in plain PyTorch: gather the keys of a few rows, then one softmax with sinks; differentiable."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from quickseek.numerics import wide_dtype
 from quickseek.ops.cache import CacheView
-from quickseek.ops.compressor.reference import earlier_rows
+from quickseek.ops.rings import earlier_rows
 from quickseek.ops.rows import StepRows
 
 ROWS_AT_ONCE = 128
@@ -53,15 +55,7 @@ def sparse_attention(
 
 def _window_keys(step_kv: Tensor, window: CacheView, rows: StepRows, span: slice, distance: Tensor) -> Tensor:
     """Keys [rows of span, len(distance), D] at ``position - distance``; this step's from ``step_kv``."""
-    part = StepRows(
-        positions=rows.positions[span],
-        requests=rows.requests[span],
-        first_rows=rows.first_rows,
-        starts=rows.starts,
-        ends=rows.ends,
-        max_rows=rows.max_rows,
-        max_length=rows.max_length,
-    )
+    part = replace(rows, positions=rows.positions[span], requests=rows.requests[span])
     return earlier_rows(step_kv, window, part, distance, offset=span.start)
 
 

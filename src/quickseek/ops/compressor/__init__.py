@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from quickseek.ops import rings
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_shape
 from quickseek.ops.compressor import reference
@@ -20,14 +21,9 @@ def pool(raw: Tensor, open_rows: CacheView, rows: StepRows, ratio: int) -> Tenso
 
 def keep_open_rows(raw: Tensor, open_rows: CacheView, rows: StepRows) -> None:
     """Write raw [T, 2, D] into the ring; where a request has more rows than the ring, only its last ones."""
-    open_rows.write(rows.requests, ring_rows_to_keep(open_rows, rows), raw.flatten(1))
+    rings.keep(open_rows, rows, raw.flatten(1))
 
 
 def closed_groups(rows: StepRows, ratio: int) -> Tensor:
     """Number of the group that each row closes, int64 [T]; -1 where its group stays open."""
     return reference.closed_groups(rows.positions, ratio)
-
-
-def ring_rows_to_keep(ring: CacheView, rows: StepRows) -> Tensor:
-    """Ring row of each row of the step, int64 [T]; -1 for rows that later rows of the same step replace."""
-    return reference.ring_rows_to_keep(ring, rows)

@@ -8,11 +8,9 @@ from torch import Tensor
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.engram import reference
+from quickseek.ops.engram.reference import DEAD as DEAD
 from quickseek.ops.linear import Weight
 from quickseek.ops.rows import StepRows
-
-DEAD = -1
-"""Compressed id of a position inside an image span, and of one before the sequence."""
 
 
 @dataclass(frozen=True)

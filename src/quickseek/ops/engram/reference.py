@@ -9,6 +9,7 @@ from quickseek import formats
 from quickseek.numerics import wide_dtype
 from quickseek.ops.cache import CacheView
 from quickseek.ops.linear import Weight
+from quickseek.ops.rings import earlier_rows
 from quickseek.ops.rows import StepRows
 
 if TYPE_CHECKING:
@@ -17,23 +18,22 @@ if TYPE_CHECKING:
 GATE_FLOOR = 1e-6
 """Least magnitude under the square root of the gate (spec 8.4)."""
 DEAD = -1
+"""Compressed id of a position inside an image span, and of one before the sequence."""
 
 
 def token_windows(
     ids: Tensor, history: CacheView | None, rows: StepRows, lookback: int, given: Tensor | None
 ) -> Tensor:
     distance = torch.arange(lookback + 1, device=ids.device)
-    step = torch.arange(ids.shape[0], device=ids.device).unsqueeze(-1)
     target = rows.positions.unsqueeze(-1) - distance
-    starts = rows.starts[rows.requests].unsqueeze(-1)
-    inside = target >= starts
-    if given is not None:
-        old = given[rows.requests.unsqueeze(-1), (starts - 1 - target).clamp(0, lookback - 1)]
-    else:
+    if given is None:
         assert history is not None
-        old = history.gather(rows.requests.unsqueeze(-1), history.ring_rows(torch.where(inside, -1, target)), ids.dtype)
-        old = old.squeeze(-1)
-    found = torch.where(inside, ids[(step - distance).clamp_min(0)], old)
+        found = earlier_rows(ids.unsqueeze(-1), history, rows, distance).squeeze(-1)
+    else:
+        step = torch.arange(ids.shape[0], device=ids.device).unsqueeze(-1)
+        starts = rows.starts[rows.requests].unsqueeze(-1)
+        old = given[rows.requests.unsqueeze(-1), (starts - 1 - target).clamp(0, lookback - 1)]
+        found = torch.where(target >= starts, ids[(step - distance).clamp_min(0)], old)
     return torch.where(target < 0, DEAD, found)
 
 

@@ -37,6 +37,11 @@ Weight = Tensor | Fp8Weight | Fp4Weight
 """A weight [O, I]: plain, or packed; a packed one asks for quantised inputs."""
 
 
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight's values [..., O, I] in ``dtype`` (spec/model.md 3.3, 3.4)."""
+    return reference.dequantize(weight, dtype)
+
+
 def linear(x: Tensor, weight: Weight, *, quantize_input: bool = True) -> Tensor:
     """x [..., I] times weight [O, I] transposed: [..., O] in x's dtype.
 
