@@ -342,6 +342,7 @@ def test_an_error_of_a_file_names_the_file_once(tmp_path: Path, tiny: Data) -> N
 def test_engine_options_have_defaults_that_run_on_a_cpu() -> None:
     engine = EngineConfig()
     assert (engine.device, engine.tensor_parallel_size, engine.decode_backend) == ("cpu", 1, "auto")
+    assert EngineConfig(device="cuda:1", draft_confidence_threshold=0, max_model_len=100).max_model_len == 100
     assert DecodeConfig().autotune and DecodeConfig().jit_warmup
 
 
@@ -356,6 +357,14 @@ def test_engine_options_have_defaults_that_run_on_a_cpu() -> None:
         ({"num_speculative_tokens": -1}, "num_speculative_tokens = -1: expected 0 or more"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization = 1.5: expected a fraction in \(0, 1\]"),
         ({"decode_backend": "turbo"}, "decode_backend = 'turbo': expected one of auto, stock, latency_specialized"),
+        ({"device": "abacus"}, "device = 'abacus': expected 'cpu', 'cuda' or 'cuda:N'"),
+        ({"max_num_seqs": "16"}, "max_num_seqs = '16': expected an integer"),
+        ({"max_num_seqs": 16.0}, "max_num_seqs = 16.0: expected an integer"),
+        ({"block_size": True}, "block_size = True: expected an integer"),
+        ({"guard_pools": 1}, "guard_pools = 1: expected True or False"),
+        ({"max_model_len": "100"}, "max_model_len = '100': expected an integer or None"),
+        ({"dtype": 64}, "dtype = 64: expected a string or None"),
+        ({"draft_confidence_threshold": "high"}, "draft_confidence_threshold = 'high': expected a number"),
     ],
 )
 def test_an_engine_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:

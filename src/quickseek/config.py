@@ -6,11 +6,12 @@ with its key, its value and what was expected.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from quickseek.config_checks import check_model_config
 from quickseek.engram_layout import EngramLayout
@@ -363,6 +364,18 @@ def _fits(value: Any, annotation: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- running
 
 
+def _is_option(value: Any, annotation: Any) -> bool:
+    """Whether a value has the type of its field; an integer stands for a number, a truth value for neither."""
+    if isinstance(value, bool) or annotation is bool:
+        return isinstance(value, bool) and annotation is bool
+    return isinstance(value, int | float) if annotation is float else isinstance(value, annotation)
+
+
+def _option_kind(annotation: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
+    return names.get(annotation) or " or ".join(names.get(kind, "None") for kind in get_args(annotation))
+
+
 DECODE_BACKENDS = ("auto", "stock", "latency_specialized")
 MODES = ("auto", "exact", "trained")
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
@@ -426,6 +439,9 @@ class EngineConfig:
             if not valid:
                 raise ConfigError(key, getattr(self, key), expected)
 
+        for field in fields(self):
+            check(field.name, _is_option(getattr(self, field.name), field.type), _option_kind(field.type))
+        check("device", re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None, "'cpu', 'cuda' or 'cuda:N'")
         check("mode", self.mode in MODES, f"one of {', '.join(MODES)}")
         dtypes = ("bfloat16",) if self.resolved_mode == "trained" else ("float32", "float64")
         expected = f"{' or '.join(dtypes)} in {self.resolved_mode} mode"

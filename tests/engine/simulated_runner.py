@@ -32,6 +32,15 @@ def next_token(tokens: list[int]) -> int:
     return row_value(tokens, len(tokens) - 1) % 23
 
 
+def append(request: Request, token: int) -> None:
+    """Take one more token and decide, as the device does, whether it is the last."""
+    request.output_ids.append(token)
+    if token in request.params.stop_token_ids or (token == EOS and not request.params.ignore_eos):
+        request.finish_reason = "stop"
+    elif len(request.output_ids) >= request.limit:
+        request.finish_reason = "length"
+
+
 def expected_output(prompt: list[int], limit: int) -> list[int]:
     """All tokens that a request must produce."""
     tokens = list(prompt)
@@ -140,7 +149,7 @@ class SimulatedRunner:
             if request not in self.live:
                 continue
             for token in tokens:
-                request.append(token, EOS)
+                append(request, token)
             self.scheduler.committed(request, rows)
             if request.finish_reason is not None:
                 self.scheduler.finish(request)

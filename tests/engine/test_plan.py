@@ -9,7 +9,7 @@ import torch
 from quickseek.checkpoint.miniature import miniature_config
 from quickseek.config import ModelConfig
 from quickseek.engine.blocks import BlockPool
-from quickseek.engine.plan import MemoryPlan
+from quickseek.engine.plan import OPTIONS, MemoryPlan
 from quickseek.engine.pools import Pools
 from quickseek.engine.scheduler import Scheduler, SchedulerLimits
 from quickseek.errors import ConfigError
@@ -113,14 +113,14 @@ def test_plan_and_scheduler_agree_on_the_longest_request() -> None:
 
 
 def test_what_does_not_fit_names_the_option_to_change() -> None:
-    with pytest.raises(ConfigError, match=r"budget_bytes = 1048576: expected .* or more: one request of two tokens"):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes = 1048576: expected .* one request of two tokens"):
         released(budget_bytes=1 << 20)
     with pytest.raises(ConfigError, match="max_num_seqs = 64: expected at most 7 in"):
         released(budget_bytes=24 << 20, max_num_seqs=64)
-    with pytest.raises(ConfigError, match="num_snapshots = 64: expected at most 3 beside 4 requests"):
+    with pytest.raises(ConfigError, match="num_prefix_snapshots = 64: expected at most 3 beside 4 requests"):
         released(budget_bytes=24 << 20, num_snapshots=64)
     for key, value in (("max_num_seqs", 0), ("max_model_len", 1), ("num_snapshots", -1), ("block_tokens", 12)):
-        with pytest.raises(ConfigError, match=f"{key} = {value}"):
+        with pytest.raises(ConfigError, match=f"{OPTIONS.get(key, key)} = {value}"):
             released(**{key: value})
 
 

@@ -11,6 +11,13 @@ from quickseek.model.context import PAGED_GROUP
 from quickseek.model.state import CacheSpec, cache_specs
 from quickseek.numerics import Numerics
 
+OPTIONS = {
+    "budget_bytes": "kv_cache_memory_bytes",
+    "num_snapshots": "num_prefix_snapshots",
+    "block_tokens": "block_size",
+}
+"""Fields of the plan that a user sets under another name, which errors use."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -64,9 +71,9 @@ class MemoryPlan:
         }
         for key, value in options.items():
             if value < smallest.get(key, 1):
-                raise ConfigError(key, value, f"{smallest.get(key, 1)} or more")
+                raise ConfigError(OPTIONS.get(key, key), value, f"{smallest.get(key, 1)} or more")
         if block_tokens % multiple:
-            raise ConfigError("block_tokens", block_tokens, f"a multiple of {multiple}, so that no group is split")
+            raise ConfigError(OPTIONS["block_tokens"], block_tokens, f"a multiple of {multiple}, so no group is split")
         empty = cls(
             **options,
             num_blocks=1,
@@ -87,12 +94,13 @@ class MemoryPlan:
         fixed = 2 * self.slot_bytes + least * self.block_bytes
         spare = self.budget_bytes - fixed
         if spare < 0:
-            raise ConfigError("budget_bytes", self.budget_bytes, f"{fixed} or more: one request of two tokens")
+            expected = f"{fixed} or more: one request of two tokens"
+            raise ConfigError(OPTIONS["budget_bytes"], self.budget_bytes, expected)
         extra = spare // self.slot_bytes
         if self.max_num_seqs - 1 > extra:
             raise ConfigError("max_num_seqs", self.max_num_seqs, f"at most {extra + 1} in {self.budget_bytes} bytes")
         raise ConfigError(
-            "num_snapshots",
+            OPTIONS["num_snapshots"],
             self.num_snapshots,
             f"at most {extra - self.max_num_seqs + 1} beside {self.max_num_seqs} requests in {self.budget_bytes} bytes",
         )

@@ -25,8 +25,8 @@ class Status(Enum):
 class Request:
     """``prompt_ids`` and ``output_ids`` are token ids; ``limit`` is the most tokens it may produce.
 
-    ``drafts`` are the tokens proposed to follow its last one; ``accepted`` and ``drafted`` count drafts over the
-    whole request. ``finish_reason``: "stop", "length", "abort", or None.
+    ``accepted`` and ``drafted`` count drafts over the whole request. ``finish_reason``: "stop", "length", "abort",
+    "error", or None.
 
     Scheduling: the lower ``priority`` number runs first, then the earlier ``arrival`` (set by the scheduler).
     ``cache_salt`` keeps its cached prefixes apart from those of other salts. While it runs it owns ``slot`` and the
@@ -43,7 +43,6 @@ class Request:
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     output_ids: list[int] = field(default_factory=list)
     slot: int | None = None
-    drafts: list[int] = field(default_factory=list)
     accepted: int = 0
     drafted: int = 0
     finish_reason: str | None = None
@@ -95,12 +94,3 @@ class Request:
         if stop <= prompt:
             return self.prompt_ids[start:stop]
         return self.prompt_ids[start:] + self.output_ids[max(start - prompt, 0) : stop - prompt]
-
-    def append(self, token: int, eos_token_id: int) -> None:
-        """Take one more token and decide whether it is the last."""
-        self.output_ids.append(token)
-        ended = token == eos_token_id and not self.params.ignore_eos
-        if ended or token in self.params.stop_token_ids:
-            self.finish_reason = "stop"
-        elif len(self.output_ids) >= self.limit:
-            self.finish_reason = "length"

@@ -369,7 +369,6 @@ class Scheduler:
         """Make a request wait again, to compute its prompt and its tokens so far anew."""
         self._stop(request)
         request.state, request.num_computed = Status.WAITING, 0
-        request.drafts = []
         request.preemptions += 1
         insort(self.waiting, request, key=_importance)
         round_.tick.preempted.append(request)
