@@ -1,6 +1,7 @@
 """The offline door and the command line, on a miniature written to disk."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,14 @@ def test_an_image_in_a_message_is_refused(llm: LLM) -> None:
     content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(PromptError, match="image"):
         llm.chat([{"role": "user", "content": content}], GREEDY)
+
+
+def test_the_memory_plan_is_logged_before_anything_runs(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "quickseek"):
+        llm = LLM(directory, max_num_seqs=3)
+    assert str(llm.runner.plan) in caplog.messages and "3 request" in caplog.text
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes = 1000"):
+        LLM(directory, kv_cache_memory_bytes=1000)
 
 
 def test_options_are_checked_and_unknown_ones_refused(directory: Path) -> None:

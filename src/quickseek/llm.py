@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from quickseek.tokenizer.compressed_ids import check_compressed_count, compresse
 from quickseek.tokenizer.instructions import ToolsInstructions
 from quickseek.tokenizer.prompt import render
 from quickseek.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 PromptInput = str | Sequence[int]
 """Text (no control tokens are recognised in it), or token ids."""
@@ -85,6 +88,7 @@ class LLM:
             num_speculative_tokens=config.num_speculative_tokens,
             block_tokens=config.block_size,
         )
+        logger.info("%s", plan)
         options = RunnerOptions(
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching and config.num_prefix_snapshots > 0,
