@@ -1,6 +1,8 @@
 """Streams from asyncio: what they say is what the runner says, and whoever leaves takes nothing along."""
 
 import asyncio
+import random
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -9,6 +11,7 @@ import pytest
 from micro import GREEDY, alone, assert_nothing_leaks, make_request, make_runner
 
 from quickseek.engine.async_engine import AsyncEngine, EngineDead
+from quickseek.engine.runner import Update
 from quickseek.errors import PromptError
 
 T = TypeVar("T")
@@ -114,3 +117,110 @@ def test_closing_ends_waiting_streams() -> None:
                 pass
 
     run(work)
+
+
+def test_a_consumer_that_is_slower_than_the_engine_loses_no_text(engine: AsyncEngine) -> None:
+    async def work() -> tuple[str, str]:
+        shown, output = "", None
+        async for update in engine.stream(make_request(PROMPTS[3])):
+            await asyncio.sleep(0.05)
+            shown, output = shown + update.text, update.output
+        assert output is not None
+        return shown, output.text
+
+    shown, text = run(work)
+    assert shown == text
+
+
+def test_closing_answers_what_the_engine_has_not_begun() -> None:
+    runner = make_runner()
+    busy, go_on = threading.Event(), threading.Event()
+    step = runner.step
+
+    def slow() -> list[Update]:
+        busy.set()
+        go_on.wait(30)
+        return step()
+
+    runner.step = slow  # type: ignore[method-assign]
+    engine = AsyncEngine(runner)
+
+    async def work() -> None:
+        waiting = [asyncio.ensure_future(engine.generate(make_request(PROMPTS[0])))]
+        await asyncio.to_thread(busy.wait, 30)
+        # The thread is inside a step: these are queued behind it, and it will never come to them.
+        waiting.append(asyncio.ensure_future(engine.generate(make_request(PROMPTS[1]))))
+        waiting.append(asyncio.ensure_future(engine.call(lambda runner: runner.idle)))
+        await asyncio.sleep(0)
+        closing = asyncio.to_thread(engine.close)
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        await closing
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(outcome, EngineDead), outcome
+        with pytest.raises(EngineDead):
+            await engine.generate(make_request(PROMPTS[0]))
+
+    run(work)
+
+
+def test_an_event_loop_that_ends_early_takes_nothing_along(engine: AsyncEngine) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    async def leave() -> None:
+        asyncio.ensure_future(engine.call(lambda runner: (inside.set(), go_on.wait(30))))
+        await asyncio.to_thread(inside.wait, 30)
+
+    run(leave)
+    go_on.set()
+    assert run(lambda: engine.generate(make_request(PROMPTS[1]))).token_ids == alone(PROMPTS[1])
+
+
+def test_leaving_a_stream_whose_id_was_taken_spares_the_one_that_has_it(engine: AsyncEngine) -> None:
+    async def work() -> None:
+        first = make_request(PROMPTS[0], request_id="same")
+        stream = engine.stream(first)
+        shown = (await anext(stream)).text
+        second = asyncio.ensure_future(engine.generate(make_request(PROMPTS[1], request_id="same")))
+        await asyncio.sleep(0)
+        second.cancel()
+        async for update in stream:
+            shown += update.text
+        assert first.finish_reason == "length" and update.output.text == shown
+        with pytest.raises(ValueError, match="same"):
+            await asyncio.gather(
+                *(engine.generate(make_request(PROMPTS[n], request_id="same")) for n in range(2)),
+            )
+
+    run(work)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tasks_cancelled_at_any_await_leave_nothing_behind(seed: int) -> None:
+    engine = AsyncEngine(make_runner(drafts=seed, max_num_seqs=3, num_blocks=24))
+    chance = random.Random(seed)
+
+    async def work() -> None:
+        async def one(number: int) -> None:
+            prompt = PROMPTS[number % len(PROMPTS)]
+            timeout = chance.choice([None, None, 0.01, 0.05])
+            try:
+                output = await engine.generate(make_request(prompt), timeout_s=timeout)
+            except asyncio.CancelledError:
+                return
+            assert output.token_ids == alone(prompt) or output.finish_reason == "abort"
+
+        tasks = [asyncio.ensure_future(one(number)) for number in range(40)]
+        while any(not task.done() for task in tasks):
+            await asyncio.sleep(chance.random() * 0.01)
+            chance.choice(tasks).cancel()
+        await asyncio.gather(*tasks, return_exceptions=False)
+        while not await engine.call(lambda runner: runner.idle):
+            await asyncio.sleep(0.01)
+        await engine.call(assert_nothing_leaks)
+
+    for prompt in PROMPTS:
+        alone(prompt)
+    try:
+        run(work)
+    finally:
+        engine.close()

@@ -9,6 +9,7 @@ import torch
 from micro import GREEDY, alone, assert_nothing_leaks, finish_all, make_request, make_runner, micro_config, tokens_of
 
 from quickseek.engine.cycle import Needs
+from quickseek.engine.grammar import TokenMasks
 from quickseek.engine.pools import PoolOverrun
 from quickseek.errors import ConfigError, PromptError
 from quickseek.sampling_params import SamplingParams
@@ -232,6 +233,44 @@ def test_one_request_that_fails_fails_alone() -> None:
             outputs[update.output.request_id] = update.output
     assert outputs[bad.request_id].finish_reason == "error" and "planted" in (outputs[bad.request_id].error or "")
     assert outputs[good.request_id].token_ids == alone(PROMPTS[4])
+    assert_nothing_leaks(runner)
+
+
+@pytest.mark.parametrize("part", ["_restore", "_prefill", "_decode", "_masks"])
+def test_a_tick_that_fails_ends_its_requests_and_the_runner_goes_on(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(drafts=2)
+    planted = {"_restore": (runner.state, "begin"), "_prefill": (runner.cycle, "prefill")}
+    planted |= {"_decode": (runner.cycle, "decide"), "_masks": (TokenMasks, "fill")}
+    target, name = planted[part]
+    real, calls = getattr(target, name), []
+
+    def explode(*arguments: object, **named: object) -> object:
+        calls.append(name)
+        if len(calls) == (2 if part == "_decode" else 1):
+            raise MemoryError("planted")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(target, name, explode)
+    budget = 50 if part == "_masks" else None
+    bad = make_request(PROMPTS[3], replace(GREEDY, thinking_token_budget=budget))
+    good = make_request(PROMPTS[4], priority=1)
+    runner.add(bad)
+    outputs = {}
+    for tick in range(200):
+        if tick == 3:
+            runner.add(good)
+        for update in runner.step():
+            outputs[update.output.request_id] = update.output
+    assert outputs[bad.request_id].finish_reason == "error" and "planted" in (outputs[bad.request_id].error or "")
+    assert outputs[good.request_id].token_ids == alone(PROMPTS[4])
+    assert_nothing_leaks(runner)
+
+
+def test_numbers_that_no_tensor_holds_do_no_harm() -> None:
+    runner = make_runner()
+    huge = replace(GREEDY, max_tokens=10**30, min_tokens=10**30, ignore_eos=False, thinking_token_budget=10**30)
+    request = make_request(PROMPTS[3], huge)
+    assert len(tokens_of(runner, [request])[0]) == request.limit
     assert_nothing_leaks(runner)
 
 

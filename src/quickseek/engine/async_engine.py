@@ -1,9 +1,12 @@
 """``AsyncEngine``: the runner on a thread of its own, requests and streams from asyncio."""
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quickseek.engine.answer import RequestOutput
@@ -16,6 +19,18 @@ class EngineDead(QuickseekError, RuntimeError):
     """The engine's thread ended on an error; nothing it held can be trusted."""
 
 
+Post = Callable[[Update | Exception], None]
+"""Hands something to the event loop of whoever waits for it."""
+
+
+@dataclass(frozen=True)
+class _Command:
+    """What the engine's thread is to do, and whom to tell when it never will."""
+
+    run: Callable[[], None]
+    fail: Callable[[Exception], None] = lambda _: None
+
+
 class AsyncEngine:
     """Runs a runner until ``close``. All methods belong to one event loop, except that ``close`` may come from any.
 
@@ -24,15 +39,17 @@ class AsyncEngine:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._wake, self._closing = threading.Event(), False
-        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Update | Exception]]] = {}
+        # Between a look at ``_stopped`` and what it allows, the engine must not stop: a command would wait for ever.
+        self._lock, self._stopped = threading.Lock(), False
+        self._streams: dict[str, Post] = {}
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="quickseek-engine", daemon=True)
         self._thread.start()
 
     async def stream(self, request: Request, *, timeout_s: float | None = None) -> AsyncIterator[Update]:
-        """Updates of a request as they come, the last one finished.
+        """Updates of a request as they come, the last one ``finished``; their one output grows as the engine runs on.
 
         ``timeout_s``: abort it if it has not finished by then; its last update says "abort". Raises what ``Runner.add``
         raises, and EngineDead if the engine fails.
@@ -40,9 +57,11 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
         timer = None
-        self._submit(lambda: self._add(request, loop, updates))
+        post = partial(_post, loop, updates.put_nowait)
+        leave = _Command(lambda: self._leave(request.request_id, post))
+        self._submit(_Command(lambda: self._add(request, post), post))
         if timeout_s is not None:
-            timer = loop.call_later(timeout_s, self.abort, request.request_id)
+            timer = loop.call_later(timeout_s, self._try_submit, leave)
         finished = False
         try:
             while not finished:
@@ -50,13 +69,13 @@ class AsyncEngine:
                 if isinstance(update, Exception):
                     finished = True
                     raise update
-                finished = update.output.finished
+                finished = update.finished
                 yield update
         finally:
             if timer is not None:
                 timer.cancel()
             if not finished:
-                self.abort(request.request_id)
+                self._try_submit(leave)
 
     async def generate(self, request: Request, *, timeout_s: float | None = None) -> RequestOutput:
         """The finished output of a request; errors as ``stream``."""
@@ -68,8 +87,7 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request, wherever it is; no effect when it is gone."""
-        if self._dead is None and not self._closing:
-            self._submit(lambda: self._abort(request_id))
+        self._try_submit(_Command(lambda: self._abort(request_id)))
 
     async def call(self, function: Callable[[Runner], Any]) -> Any:
         """The result of ``function(runner)`` on the engine's thread, between two ticks: for metrics and inspection."""
@@ -80,15 +98,18 @@ class AsyncEngine:
             try:
                 result = function(self._runner)
             except Exception as error:
-                loop.call_soon_threadsafe(_fail, future, error)
+                fail(error)
             else:
-                loop.call_soon_threadsafe(_resolve, future, result)
+                _post(loop, partial(_resolve, future), result)
 
-        self._submit(run)
+        def fail(error: Exception) -> None:
+            _post(loop, partial(_fail, future), error)
+
+        self._submit(_Command(run, fail))
         return await future
 
     def close(self) -> None:
-        """Stop the thread after the tick under way; streams that wait get EngineDead."""
+        """Stop the thread after the tick under way; whoever waits for something gets EngineDead."""
         self._closing = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
@@ -96,11 +117,16 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------------------------------ the engine's thread
 
-    def _submit(self, command: Callable[[], None]) -> None:
-        if self._dead is not None or self._closing:
-            raise EngineDead("the engine has stopped") from self._dead
-        self._commands.put(command)
+    def _submit(self, command: _Command) -> None:
+        with self._lock:
+            if self._stopped or self._closing:
+                raise EngineDead("the engine has stopped") from self._dead
+            self._commands.put(command)
         self._wake.set()
+
+    def _try_submit(self, command: _Command) -> None:
+        with contextlib.suppress(EngineDead):
+            self._submit(command)
 
     def _work(self) -> None:
         try:
@@ -109,29 +135,34 @@ class AsyncEngine:
                     self._wake.wait()
                 self._wake.clear()
                 while not self._commands.empty():
-                    self._commands.get()()
+                    self._commands.get().run()
                 if not self._runner.idle and not self._closing:
                     for update in self._runner.step():
                         self._deliver(update.output.request_id, update)
         except BaseException as error:
             self._dead = error
         finally:
+            with self._lock:
+                self._stopped = True
+            failure = EngineDead(f"the engine has stopped: {self._dead!r}" if self._dead else "the engine was closed")
+            failure.__cause__ = self._dead
             for request_id in list(self._streams):
-                failure = EngineDead(
-                    f"the engine has stopped: {self._dead!r}" if self._dead else "the engine was closed"
-                )
-                failure.__cause__ = self._dead
                 self._deliver(request_id, failure)
+            while not self._commands.empty():
+                self._commands.get().fail(failure)
 
-    def _add(
-        self, request: Request, loop: asyncio.AbstractEventLoop, updates: "asyncio.Queue[Update | Exception]"
-    ) -> None:
+    def _add(self, request: Request, post: Post) -> None:
         try:
             self._runner.add(request)
         except Exception as error:
-            _post(loop, updates, error)
+            post(error)
         else:
-            self._streams[request.request_id] = (loop, updates)
+            self._streams[request.request_id] = post
+
+    def _leave(self, request_id: str, post: Post) -> None:
+        """Abort what a stream asked for; another stream's request may have taken, or always had, the same id."""
+        if self._streams.get(request_id) is post:
+            self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
         update = self._runner.abort(request_id)
@@ -139,19 +170,18 @@ class AsyncEngine:
             self._deliver(request_id, update)
 
     def _deliver(self, request_id: str, update: Update | Exception) -> None:
-        stream = self._streams.get(request_id)
-        if stream is None:
+        post = self._streams.get(request_id)
+        if post is None:
             return
-        if isinstance(update, Exception) or update.output.finished:
+        if isinstance(update, Exception) or update.finished:
             del self._streams[request_id]
-        _post(*stream, update)
+        post(update)
 
 
-def _post(
-    loop: asyncio.AbstractEventLoop, updates: "asyncio.Queue[Update | Exception]", update: Update | Exception
-) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(updates.put_nowait, update)
+def _post(loop: asyncio.AbstractEventLoop, take: Callable[[Any], object], value: object) -> None:
+    # A loop may close at any moment; whoever waited in it is gone then.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(take, value)
 
 
 def _resolve(future: "asyncio.Future[Any]", result: Any) -> None:

@@ -1,7 +1,8 @@
 """The runner: carries out what the scheduler says, one tick after the other, and reads results one cycle late."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -43,10 +44,11 @@ class RunnerOptions:
 
 @dataclass(frozen=True)
 class Update:
-    """New text of a request, with its output so far."""
+    """New text of a request, and whether it is the last; ``output`` grows with every later update."""
 
     text: str
     output: RequestOutput
+    finished: bool = False
 
 
 @dataclass
@@ -127,6 +129,7 @@ class Runner:
         self._unread: deque[_Launched] = deque()
         self._batch = _Batch()
         self._proposed: dict[str, tuple[list[int], list[float]]] = {}
+        self._failures: list[Update] = []
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -156,28 +159,54 @@ class Runner:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Run one tick: launch its steps, then read the results of the one before."""
+        """Run one tick: launch its steps, then read the results of the one before.
+
+        An exception in a part of it ends the requests of that part with "error"; the others go on.
+        """
         tick = self.scheduler.schedule()
         for save in tick.saves:
             self.pools.copy_slot(save.request_slot, save.snapshot_slot)
         if tick.preempted or tick.restores:
             self._batch = _Batch()
         for restore in tick.restores:
-            self._restore(restore)
+            with self._failing([restore.request]):
+                self._restore(restore)
         for update in tick.table_updates:
             self.pools.set_table(update.slot, update.first, list(update.blocks))
-        paced = self._host_paced([*tick.decodes, *(chunk.request for chunk in tick.prefills)])
+        prefills = [chunk for chunk in tick.prefills if chunk.request.state is Status.PREFILL]
+        paced = self._host_paced([*tick.decodes, *(chunk.request for chunk in prefills)])
         # The host-paced lane needs every token before it can go on; the free lane reads one cycle late.
         updates = self._read(tick.cycle - 1) if paced else []
         launched = _Launched(tick.cycle)
-        if tick.prefills:
-            self._prefill(tick.prefills, launched)
+        if prefills:
+            with self._failing([chunk.request for chunk in prefills]):
+                self._prefill(prefills, launched)
         decodes = [request for request in tick.decodes if request.state is Status.DECODE]
         if decodes:
-            self._decode(decodes, launched)
+            with self._failing(decodes):
+                self._decode(decodes, launched)
         self._unread.append(launched)
         self.pools.check_guards(tick.cycle)
-        return updates + self._read(tick.cycle if paced or tick.empty else tick.cycle - 1)
+        updates += self._read(tick.cycle if paced or tick.empty else tick.cycle - 1)
+        updates += self._failures
+        self._failures = []
+        return updates
+
+    @contextmanager
+    def _failing(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Whatever goes wrong inside ends ``requests``, and nobody else."""
+        try:
+            yield
+        except Exception as error:
+            self._batch = _Batch()
+            self._failures += [self._fail(self.answers[r.request_id], error) for r in requests if self._lives(r)]
+
+    def _lives(self, request: Request) -> bool:
+        return request.state is not Status.FINISHED and request.request_id in self.answers
+
+    def _fail(self, answer: Answer, error: Exception) -> Update:
+        self.scheduler.finish(answer.request, frozen=False)
+        return self._end(answer, "error", f"{type(error).__name__}: {error}")
 
     def _host_paced(self, requests: Sequence[Request]) -> bool:
         return bool(self.drafts and self.options.confidence) or any(request.params.masked for request in requests)
@@ -251,7 +280,8 @@ class Runner:
         for number, request in enumerate(requests):
             answer = self.answers.get(request.request_id)
             if answer is not None and answer.masks is not None:
-                answer.masks.fill(proposed.get(request.request_id, []), masks[number])
+                with self._failing([request]):
+                    answer.masks.fill(proposed.get(request.request_id, []), masks[number])
         return masks.to(self.pools.device)
 
     # ------------------------------------------------------------------------------------------ results
@@ -275,11 +305,11 @@ class Runner:
         confidence = decision.confidence.tolist() if decision.confidence is not None else None
         logprobs = _logprob_rows(decision) if decision.logprobs is not None else None
         for number, request in enumerate(requests):
-            answer = self.answers.get(request.request_id)
             # One that was preempted meanwhile keeps its tokens: it starts again only after this has been read. One
             # that was aborted or has finished has no use for them.
-            if answer is None or request.state is Status.FINISHED:
+            if not self._lives(request):
                 continue
+            answer = self.answers[request.request_id]
             taken = tokens[number][: counts[number]]
             if not taken:
                 continue
@@ -293,8 +323,7 @@ class Runner:
                 rows = None if logprobs is None else logprobs[number][: len(taken)]
                 update = self._take(answer, taken, _limited(rows, request), rows_ran, finished[number])
             except Exception as error:  # one request's fault must not become another's
-                self.scheduler.finish(request, frozen=False)
-                update = self._end(answer, "error", f"{type(error).__name__}: {error}")
+                update = self._fail(answer, error)
             updates.append(update)
 
     def _count_drafts(self, answer: Answer, offered: int, accepted: int) -> None:
@@ -333,7 +362,7 @@ class Runner:
         request.finish_reason = request.finish_reason or reason
         del self.answers[request.request_id]
         self._proposed.pop(request.request_id, None)
-        return Update(text + answer.end(reason, error), answer.output)
+        return Update(text + answer.end(reason, error), answer.output, finished=True)
 
 
 def _slot(request: Request) -> int:

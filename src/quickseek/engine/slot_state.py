@@ -53,7 +53,8 @@ class SlotState:
         params = request.params
         self.lengths[slot], self.produced[slot] = length, len(request.output_ids)
         self.draft_counts[slot], self.finished[slot] = 0, False
-        self.limits[slot], self.min_tokens[slot], self.seeds[slot] = request.limit, params.min_tokens, request.seed
+        self.limits[slot], self.seeds[slot] = request.limit, request.seed
+        self.min_tokens[slot] = min(params.min_tokens, request.limit)
         self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
         self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
         self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
