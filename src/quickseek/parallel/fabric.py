@@ -39,6 +39,8 @@ class Fabric(ABC):
     device: torch.device
     ranks_on_device: int = 1
     """Ranks whose kernels share this device's multiprocessors."""
+    one_shot_only: bool = False
+    """No rank sums on behalf of the others: two-shot protocols would wait for sums that nobody sends."""
 
     @abstractmethod
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Mailbox:
@@ -192,6 +194,7 @@ class LoopbackFabric(Fabric):
 
     def __init__(self, size: int, device: torch.device | str) -> None:
         self.rank, self.size, self.device = 0, size, torch.device(device)
+        self.one_shot_only = True
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Mailbox:
         local = torch.zeros(*shape, dtype=dtype, device=self.device)

@@ -51,7 +51,7 @@ class FusedAllReduceMHC:
         absent = shape.max_num_tokens + 1
         self.bt_min_rows = min(absent, shape.two_shot_rows or self.thresholds.two_shot_rows or absent)
         self.bt_min_finalize_rows = min(absent, shape.two_shot_rows or self.thresholds.two_shot_finalize_rows or absent)
-        if self.ranks == 1:
+        if self.ranks == 1 or fabric.one_shot_only:
             self.bt_min_rows = self.bt_min_finalize_rows = absent
         self.single_rows, self.looped_clusters = self._resident_clusters(False), self._resident_clusters(True)
         self.fused_rows = shape.max_num_tokens if self.ranks == 1 else self.thresholds.fused_rows
