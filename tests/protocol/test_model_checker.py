@@ -198,11 +198,11 @@ def test_random_mixtures_pass_random_walks_and_fail_them_with_one_generation():
 @pytest.mark.slow
 def test_many_random_mixtures_pass_many_random_walks():
     missed = 0
-    for seed in range(1000, 1400):
+    for seed in range(1000, 1100):
         design, adversary = random_design(seed, longest=9)
         assert not walk(design.machine(adversary), 10, seed).broken, (design, adversary)
         missed += not walk(replace(design, generations=1).machine(adversary), 30, seed).broken
-    assert missed <= 8
+    assert missed <= 4
 
 
 @pytest.mark.slow
