@@ -272,3 +272,28 @@ def test_a_number_that_is_written_twice_is_the_same() -> None:
     """The configuration and the policy load no torch, so they repeat two numbers of modules that do."""
     assert config_checks.BLOCK == formats.BLOCK
     assert blocks.SCRATCH == cache.SCRATCH
+
+
+# ---------------------------------------------------------------------------------------------- pages
+
+
+def dangling(page: str, text: str) -> list[str]:
+    """Links of a page to files that are not there, and benchmarks, tests and modules that it names in vain."""
+    folder = (ROOT / page).parent
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    named = re.findall(r"`(?:python )?((?:benchmarks|tests)/[\w./-]+|(?:engine|model|ops|tokenizer)/\w+\.py)", text)
+    missing = [link for link in links if not (folder / link).exists()]
+    return missing + [name for name in named if not ((ROOT / name).exists() or (PACKAGE / name).exists())]
+
+
+def test_pages_name_what_is_there() -> None:
+    pages = {name: text for name, text in written().items() if name == "README.md" or name.startswith("docs/")}
+    assert len(pages) > 3 and not {name: found for name, text in pages.items() if (found := dangling(name, text))}
+    for planted in ("[x](gone.md)", "`python benchmarks/gone.py`", "`engine/gone.py`"):
+        assert dangling("docs/page.md", planted)
+
+
+def test_every_benchmark_is_listed_with_its_question() -> None:
+    page = written()["docs/testing.md"]
+    names = [path.name for path in (ROOT / "benchmarks").glob("*.py")]
+    assert names and not [name for name in names if f"benchmarks/{name}" not in page]
