@@ -357,6 +357,10 @@ def test_engine_options_have_defaults_that_run_on_a_cpu() -> None:
         ({"num_speculative_tokens": -1}, "num_speculative_tokens = -1: expected 0 or more"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization = 1.5: expected a fraction in \(0, 1\]"),
         ({"decode_backend": "turbo"}, "decode_backend = 'turbo': expected one of auto, stock, latency_specialized"),
+        (
+            {"approximate_prefix_caching": True, "num_prefix_snapshots": 0},
+            "num_prefix_snapshots = 0: expected 1 or more beside approximate_prefix_caching",
+        ),
         ({"device": "abacus"}, "device = 'abacus': expected 'cpu', 'cuda' or 'cuda:N'"),
         ({"max_num_seqs": "16"}, "max_num_seqs = '16': expected an integer"),
         ({"max_num_seqs": 16.0}, "max_num_seqs = 16.0: expected an integer"),

@@ -396,6 +396,8 @@ class EngineConfig:
     ``mode``: "exact" (no fake quantisation, one dtype; CPU), "trained" (BF16 with the trained fake quantisation) or
     "auto" (exact on a CPU, trained on a GPU). ``dtype`` None: float32 in exact mode, bfloat16 in trained mode.
     ``max_num_seqs`` requests decode together; ``max_num_batched_tokens`` prompt tokens are read in one step.
+    ``decoder_replay`` runs the decoder layers of a prompt on its last window only (spec/model.md 9), an approximation.
+    ``decode_backend``: "stock", "latency_specialized", or "auto" for the specialized decode where nothing is missing.
 
     ``block_size`` tokens make a block of the paged caches; ``kv_cache_memory_bytes`` bounds all caches together.
     ``enable_prefix_caching`` reuses prompts exactly from ``num_prefix_snapshots`` snapshots, taken at the ends of
@@ -457,6 +459,7 @@ class EngineConfig:
         check("draft_confidence_threshold", 0.0 <= self.draft_confidence_threshold <= 1.0, "a number in [0, 1]")
         if self.approximate_prefix_caching:
             check("enable_prefix_caching", self.enable_prefix_caching, "True beside approximate_prefix_caching")
+            check("num_prefix_snapshots", self.num_prefix_snapshots > 0, "1 or more beside approximate_prefix_caching")
         if self.draft_confidence_threshold:
             check(
                 "num_speculative_tokens", self.num_speculative_tokens > 0, "1 or more beside draft_confidence_threshold"

@@ -10,25 +10,14 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from quickseek.tokenizer import dsml
+from quickseek.tokenizer.byte_level import BYTE_OF
+
 CONTROL_TOKENS = (
-    "<｜begin▁of▁sentence｜>",
-    "<｜end▁of▁sentence｜>",
-    "<｜▁pad▁｜>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<think>",
-    "</think>",
-    "<｜System｜>",  # id 7: the noise token of the draft head, as in the released model
-    "｜DSML｜",
-    "<｜latest_reminder｜>",
-    "<|EOT|>",
-    "<｜deepseek_image｜>",
-    "<｜action｜>",
-    "<｜query｜>",
-    "<｜authority｜>",
-    "<｜domain｜>",
-    "<｜title｜>",
-    "<｜read_url｜>",
+    *(dsml.BEGIN_OF_SENTENCE, dsml.END_OF_SENTENCE, dsml.PAD, dsml.USER, dsml.ASSISTANT),
+    *(dsml.THINK_START, dsml.THINK_END),
+    dsml.SYSTEM,  # id 7: the noise token of the draft head, as in the released model
+    *(dsml.DSML, dsml.LATEST_REMINDER, dsml.END_OF_TURN, dsml.IMAGE, *dsml.TASKS),
 )
 """Ids 0, 1, ... in this order."""
 
@@ -61,7 +50,7 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
 
     Raises ValueError if the bytes do not fit, or if the fillers do not reach so far.
     """
-    alphabet = byte_alphabet()
+    alphabet = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
     vocabulary = [*CONTROL_TOKENS, *alphabet]
     if vocab_size < len(vocabulary):
         raise ValueError(f"vocab_size = {vocab_size}: expected {len(vocabulary)} or more")
@@ -82,15 +71,6 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
     return tokenizer
-
-
-def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    characters = {byte: chr(byte) for byte in printable}
-    for offset, byte in enumerate(byte for byte in range(256) if byte not in characters):
-        characters[byte] = chr(256 + offset)
-    return [characters[byte] for byte in range(256)]
 
 
 def _parts(token: str, known: set[str]) -> tuple[str, str]:
