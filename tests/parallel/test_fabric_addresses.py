@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from quickseek.parallel.fabric import LoopbackFabric, VirtualFabric
+from quickseek.parallel.fabric import LoopbackFabric, SymmetricFabric, VirtualFabric
+from quickseek.parallel.world import SoloWorld
 
 
 def test_virtual_ranks_see_one_anothers_slices() -> None:
@@ -37,3 +38,8 @@ def test_loopback_peers_enter_at_their_source_slot() -> None:
     assert box.peer_pointers.tolist() == slots, "a store to slot 0 of peer q must land in slot q here"
     block = fabric.allocate([12], torch.int64)
     assert block.peer_pointers.tolist() == [block.local.data_ptr()] * 4
+
+
+def test_symmetric_memory_needs_ranks_on_gpus() -> None:
+    with pytest.raises(RuntimeError, match="rank 0 is on cpu"):
+        SymmetricFabric.of(SoloWorld())

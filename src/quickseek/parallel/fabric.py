@@ -68,11 +68,23 @@ class SymmetricFabric(Fabric):
     """
 
     def __init__(self, world: World, *, timeout_s: float = 10.0, multicast: bool = False) -> None:
+        if world.device.type != "cuda":
+            raise RuntimeError(f"symmetric memory needs ranks on CUDA devices: rank {world.rank} is on {world.device}")
         self.world, self.rank, self.size = world, world.rank, world.size
         self.device = torch.device("cuda", torch.cuda.current_device()) if world.device.index is None else world.device
         self.multicast = multicast
         self._handles: list[Any] = []
         self._self_test(timeout_s)
+
+    @classmethod
+    def of(cls, world: World) -> "SymmetricFabric":
+        """The world's fabric, without multicast; the first call is collective.
+
+        It stays for the life of the process: a peer may store into its memory as long as that peer lives.
+        """
+        if world not in _fabrics:
+            _fabrics[world] = cls(world)
+        return _fabrics[world]
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Mailbox:
         import torch.distributed._symmetric_memory as symmetric
@@ -129,6 +141,9 @@ class SymmetricFabric(Fabric):
         reports = {rank: missing for rank, missing in enumerate(self.gather_object(silent)) if missing}
         if reports:
             raise RuntimeError(f"peer memory does not work: rank {{reader: writers not seen}} {reports}")
+
+
+_fabrics: dict[World, SymmetricFabric] = {}
 
 
 def _word(writer: int, reader: int) -> int:

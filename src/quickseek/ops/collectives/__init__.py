@@ -225,7 +225,9 @@ class LamportAllGather:
         if self.device.type == "cuda":
             from quickseek.ops.collectives.gather import FusedAllGather
 
-            self._gather = FusedAllGather(rank_capacity_bytes, self.device, _fabric(self.world, fabric), timeout_s)
+            self._gather = FusedAllGather(
+                rank_capacity_bytes, self.device, _fabric(self.world, fabric, self.device), timeout_s
+            )
 
     def accepts(self, x: Tensor) -> bool:
         """Whether x has 1 to ``rank_capacity_bytes`` bytes, a multiple of 16: read from the size alone."""
@@ -266,15 +268,19 @@ def _implementation(shape: AllReduceShape, world: World, fabric: Fabric | None) 
     if shape.device.type == "cuda":
         from quickseek.ops.collectives.all_reduce import FusedAllReduceMHC
 
-        return FusedAllReduceMHC(shape, _fabric(world, fabric))
+        return FusedAllReduceMHC(shape, _fabric(world, fabric, shape.device))
     from quickseek.ops.collectives.reference import ReferenceAllReduceMHC
 
     return ReferenceAllReduceMHC(shape, world, fabric)
 
 
-def _fabric(world: World, fabric: Fabric | None) -> Fabric:
+def _fabric(world: World, fabric: Fabric | None, device: torch.device) -> Fabric:
     if fabric is not None:
         return fabric
-    from quickseek.parallel.fabric import SymmetricFabric
+    from quickseek.parallel.fabric import SymmetricFabric, VirtualFabric
 
-    return SymmetricFabric(world)
+    if world.size == 1:
+        return VirtualFabric.ranks(1, device)[0]
+    fabric = SymmetricFabric.of(world)
+    require(fabric.device == device, f"device {device} is not the world's: {fabric.device}")
+    return fabric
