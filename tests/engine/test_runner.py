@@ -8,10 +8,12 @@ import pytest
 import torch
 from micro import GREEDY, alone, assert_nothing_leaks, finish_all, make_request, make_runner, micro_config, tokens_of
 
-from quickseek.engine.cycle import Needs
+from quickseek.engine.cycle import Cycle, Needs
 from quickseek.engine.grammar import TokenMasks
 from quickseek.engine.pools import PoolOverrun
 from quickseek.errors import ConfigError, PromptError
+from quickseek.model.backbone import DeepseekV4Model
+from quickseek.ops.rows import StepRows
 from quickseek.sampling_params import SamplingParams
 
 SHUFFLE = random.Random(5)
@@ -329,27 +331,30 @@ def test_nothing_in_v_and_d_reads_the_device(monkeypatch: pytest.MonkeyPatch) ->
     assert readers
 
 
-def test_engram_ids_of_a_split_prompt_are_the_whole_prompts() -> None:
-    from quickseek.model.backbone import DeepseekV4Model
-
+def test_engram_ids_of_a_split_prompt_are_the_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, seen = PROMPTS[-2], []
-    original = DeepseekV4Model.prepare_embeddings
+    prepare, prefill = DeepseekV4Model.prepare_embeddings, Cycle.prefill
 
     def record(self: DeepseekV4Model, hashes: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         seen.append(hashes[0].clone())
-        return original(self, hashes)
+        return prepare(self, hashes)
 
-    DeepseekV4Model.prepare_embeddings = record  # type: ignore[method-assign, assignment]
-    try:
-        whole = None
-        for split in range(1, len(prompt) + 1):
-            seen.clear()
-            runner = make_runner(snapshots=0, max_num_batched_tokens=split)
-            runner.add(make_request(prompt, replace(GREEDY, max_tokens=1)))
-            finish_all(runner)
-            ids = torch.cat(seen)[: len(prompt)]
-            whole = ids if split == 1 else whole
-            assert whole is not None and torch.equal(ids, whole), f"chunks of {split}"
-    finally:
-        DeepseekV4Model.prepare_embeddings = original  # type: ignore[method-assign]
-    assert micro_config().engram_layout.lookback == 3
+    def forgetful(
+        self: Cycle, slots: torch.Tensor, ids: torch.Tensor, rows: StepRows, lookback: torch.Tensor, **rest: object
+    ) -> torch.Tensor:
+        return prefill(self, slots, ids, rows, torch.full_like(lookback, -1), **rest)  # type: ignore[arg-type]
+
+    def ids_in_chunks(size: int) -> torch.Tensor:
+        seen.clear()
+        runner = make_runner(snapshots=0, max_num_batched_tokens=size)
+        runner.add(make_request(prompt, replace(GREEDY, max_tokens=1)))
+        finish_all(runner)
+        return torch.cat(seen)[: len(prompt)]
+
+    monkeypatch.setattr(DeepseekV4Model, "prepare_embeddings", record)
+    whole = ids_in_chunks(len(prompt))
+    assert len(whole) == len(prompt) and micro_config().engram_layout.lookback == 3
+    for size in range(1, len(prompt)):
+        assert torch.equal(ids_in_chunks(size), whole), f"chunks of {size}"
+    monkeypatch.setattr(Cycle, "prefill", forgetful)
+    assert not torch.equal(ids_in_chunks(5), whole), "losing the look-back is not noticed"
