@@ -2,10 +2,15 @@
 
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +19,7 @@ from quickseek import LLM, SamplingParams
 from quickseek.checkpoint.miniature import write_miniature
 from quickseek.cli import app
 from quickseek.errors import CheckpointError, ConfigError, PromptError, QuickseekError, TokenizerError
+from quickseek.model.causal_lm import CausalLM
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -76,6 +82,91 @@ def test_plain_text_never_becomes_control_tokens(llm: LLM) -> None:
 def test_a_prompt_that_cannot_run_is_one_clear_error(llm: LLM, prompt: object, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         llm.generate([prompt] if prompt == [] else prompt, GREEDY)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 5, True, b"bytes", {"prompt": "x"}, ["fine", 1], [1.5], [None], iter([3, 4]), [[3], b"x"], [["x"]]],
+)
+def test_what_is_no_prompt_is_one_clear_error(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(PromptError, match="expected"):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("messages", [None, "hi", {"role": "user", "content": "x"}, [None], [5], [[]], [{}], [["x"]]])
+def test_what_is_no_conversation_is_one_clear_error(llm: LLM, messages: Any) -> None:
+    with pytest.raises(PromptError, match="expected"):
+        llm.chat(messages, GREEDY)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [GREEDY], 7, SamplingParams])
+def test_sampling_parameters_of_another_kind_are_named(llm: LLM, params: Any) -> None:
+    with pytest.raises(TypeError, match="sampling_params"):
+        llm.generate("x", params)
+
+
+def test_an_empty_batch_has_no_answers(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == [] == llm.chat([], GREEDY)
+
+
+def test_streams_may_be_left_resumed_and_interleaved(llm: LLM) -> None:
+    prompts = [[20 + number] * (4 + number) for number in range(4)]
+    plain = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+    for _ in llm.stream(prompts[0], GREEDY):
+        break
+    assert llm.runner.idle
+    held = llm.stream(prompts[0], GREEDY)
+    text = next(held)[0]
+    assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == plain
+    for piece, output in held:  # noqa: B007  the last output is compared below
+        text += piece
+    assert (output.token_ids, output.text) == (plain[0], text)
+    streams = {number: llm.stream(prompt, GREEDY) for number, prompt in enumerate(prompts)}
+    seen: dict[int, list[int]] = {}
+    while streams:
+        for number in list(streams):
+            update = next(streams[number], None)
+            if update is None:
+                del streams[number]
+            else:
+                seen[number] = update[1].token_ids
+    assert [seen[number] for number in range(4)] == plain
+    assert llm.runner.idle and not llm._inboxes
+
+
+def test_threads_may_share_one_model(llm: LLM) -> None:
+    prompts = [[30 + number] * (4 + number) for number in range(4)]
+    plain = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(
+            threads.map(lambda prompt: [llm.generate(prompt, GREEDY)[0].token_ids for _ in range(2)], prompts)
+        )
+    assert answers == [[tokens, tokens] for tokens in plain]
+
+
+@pytest.mark.parametrize("part", ["schedule", "prefill", "verify", "decide", "prefilled", "completed"])
+def test_an_interrupt_anywhere_leaves_a_model_that_works(directory: Path, part: str) -> None:
+    llm = LLM(directory, max_model_len=64)
+    plain = llm.generate("go on", GREEDY)[0].token_ids
+    held = llm.stream([3, 4, 5], GREEDY)
+    next(held)
+    owner = llm.runner.cycle if hasattr(llm.runner.cycle, part) else llm.runner.scheduler
+    real, calls = getattr(owner, part), []
+
+    def interrupt(*arguments: Any, **named: Any) -> Any:
+        result = real(*arguments, **named)
+        calls.append(part)
+        if len(calls) == 2 or part.startswith("prefill"):
+            raise KeyboardInterrupt
+        return result
+
+    setattr(owner, part, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["go on", "and another"], GREEDY)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        list(held)
+    assert llm.generate("go on", GREEDY)[0].token_ids == plain
+    assert llm.runner.idle and not llm._inboxes
 
 
 def test_one_bad_prompt_stops_the_batch_before_anything_runs(llm: LLM) -> None:
@@ -190,3 +281,43 @@ def test_the_command_line_ends_with_one_line_for_a_users_error(directory: Path, 
     assert both.returncode == 2 and "--prompt or --chat" in both.stderr
     taken = quickseek("tiny", str(directory))
     assert taken.returncode == 2 and str(directory) in taken.stderr
+    for arguments, words in (
+        (("tiny", str(tmp_path / "new"), "--config", "huge"), "config = 'huge': expected one of tiny"),
+        (("tiny", "/proc/nowhere"), "/proc"),
+        (("generate", "--model", str(directory), "--chat", "x", "--effort", "\u00b2"), "reasoning_effort"),
+    ):
+        wrong = quickseek(*arguments)
+        assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and words in wrong.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_answer_that_fails_is_an_error_of_the_command(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CausalLM, "logits", lambda self, hidden: self.head(hidden) * float("nan"))
+    result = CliRunner().invoke(app, ["generate", "--model", str(directory), "--prompt", "x"])
+    assert isinstance(result.exception, QuickseekError) and "logits" in str(result.exception)
+
+
+def test_a_terminal_that_knows_few_characters_shows_others(directory: Path) -> None:
+    command = [sys.executable, "-m", "quickseek.cli", "generate", "--model", str(directory), "--prompt", "a"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(
+        [*command, "--seed", "7", "--max-tokens", "30", "--ignore-eos"],
+        capture_output=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+    assert shown.returncode == 0 and b"?" in shown.stdout and shown.stdout.isascii()
+
+
+def test_an_interrupted_miniature_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quickseek.cli", "tiny", str(tmp_path / "mid"), "--config", "mid"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        while process.poll() is None and not list(tmp_path.glob("**/*.safetensors")):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+    assert not list(tmp_path.iterdir())

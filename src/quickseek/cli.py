@@ -1,5 +1,6 @@
 """The ``quickseek`` command."""
 
+import io
 import logging
 import sys
 from pathlib import Path
@@ -91,10 +92,12 @@ def generate(
     sys.stdout.flush()
     assert output is not None
     typer.echo(figures(llm, output), err=True)
+    if output.error is not None:
+        raise QuickseekError(f"the answer was cut short: {output.error}")
 
 
 def _effort(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.isdigit() else text
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def figures(llm: "LLM", output: "RequestOutput") -> str:
@@ -115,9 +118,11 @@ def figures(llm: "LLM", output: "RequestOutput") -> str:
 def main() -> None:
     """Run the command; an error that a user can act on is one line on stderr and exit code 2."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
         app()
-    except QuickseekError as error:
+    except (QuickseekError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
     except NotImplementedError as error:

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ class LLM:
             check_compressed_count(table, self.config.engram_compressed_vocab_size)
             self.model.set_token_map(table)
         self.runner = self._runner()
+        self._inboxes: dict[str, deque[Update]] = {}
+        self._lock = threading.RLock()
 
     def _numerics(self) -> Numerics:
         if self.engine_config.resolved_mode == "trained":
@@ -146,9 +150,13 @@ class LLM:
 
         ``progress`` shows a bar on the terminal.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch: Sequence[Any] = [prompts] if single else prompts
-        ids = [self.encode_text(prompt) if isinstance(prompt, str) else list(prompt) for prompt in batch]
+        batch: Sequence[Any] = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
+        if batch and isinstance(batch[0], int):
+            batch = [batch]
+        ids = [
+            self.encode_text(prompt) if isinstance(prompt, str) else _listed(prompt, f"prompts[{number}]")
+            for number, prompt in enumerate(batch)
+        ]
         return self._run(ids, sampling_params, progress)
 
     def chat(
@@ -160,7 +168,9 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; ``options`` are those of ``encode_chat``."""
-        batch: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        batch = _listed(messages, "messages")
+        if batch and isinstance(batch[0], Mapping):
+            batch = [batch]
         ids = [self.encode_chat(conversation, **options) for conversation in batch]
         return self._run(ids, sampling_params, progress)
 
@@ -181,26 +191,61 @@ class LLM:
 
     def _requests(self, prompts: Sequence[list[int]], params: SamplingParams | None) -> list[Request]:
         """Requests of all prompts, checked before any of them runs."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params is a {type(params).__name__}: expected one SamplingParams for all")
         params.check_vocabulary(self.config.vocab_size)
         return [Request.create(ids, params, self.config, self.max_model_len) for ids in prompts]
 
     def _updates(self, requests: Sequence[Request]) -> Iterator[Update]:
-        """Run requests to their end; those that are left when the caller stops early are aborted."""
+        """Run requests to their end; those that are left when the caller stops early are aborted.
+
+        Several of these may be under way, in one thread or many: whoever runs a step files everybody's updates.
+        """
         live = {request.request_id for request in requests}
+        runner = self.runner
         try:
-            for request in requests:
-                self.runner.add(request)
+            with self._lock:
+                for request in requests:
+                    self._inboxes[request.request_id] = deque()
+                    runner.add(request)
             while live:
-                for update in self.runner.step():
-                    if update.output.finished:
+                for update in self._take(runner, live):
+                    if update.finished:
                         live.discard(update.output.request_id)
                     yield update
         finally:
+            with self._lock:
+                for request in requests:
+                    self._inboxes.pop(request.request_id, None)
+                    if runner is self.runner:
+                        runner.abort(request.request_id)
+                # Others would miss what these steps bring; they run them themselves.
+                while runner is self.runner and not self._inboxes and not runner.idle:
+                    self._step()
+
+    def _take(self, runner: Runner, live: Collection[str]) -> list[Update]:
+        """The updates of some requests that have come, of one step more if there are none."""
+        with self._lock:
+            if runner is not self.runner:
+                raise RuntimeError("a step that this request was part of was interrupted")
+            if not any(self._inboxes[request_id] for request_id in live):
+                self._step()
+            taken: list[Update] = []
             for request_id in live:
-                self.runner.abort(request_id)
-            while not self.runner.idle:
-                self.runner.step()
+                taken += self._inboxes[request_id]
+                self._inboxes[request_id].clear()
+            return taken
+
+    def _step(self) -> None:
+        try:
+            for update in self.runner.step():
+                if update.output.request_id in self._inboxes:
+                    self._inboxes[update.output.request_id].append(update)
+        except BaseException:
+            # Interrupted anywhere (Ctrl-C): what host and device know no longer agrees, so both begin anew.
+            self.runner = self._runner()
+            raise
 
 
 def _with_bar(updates: Iterator[Update], count: int) -> Iterator[Update]:
@@ -219,5 +264,14 @@ def _with_bar(updates: Iterator[Update], count: int) -> Iterator[Update]:
             yield update
 
 
+def _listed(value: Any, name: str) -> list[Any]:
+    """The items of a list or of anything like it; bytes, whose items are integers, are none."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return list(value)
+    raise PromptError(f"{name} is a {type(value).__name__}: expected a list")
+
+
 def _has_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    if not isinstance(messages, Sequence):
+        return False  # the renderer says what is wrong
     return bool(tools) or any(isinstance(message, Mapping) and message.get("tools") for message in messages)

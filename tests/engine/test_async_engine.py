@@ -167,8 +167,9 @@ def test_an_event_loop_that_ends_early_takes_nothing_along(engine: AsyncEngine) 
     inside, go_on = threading.Event(), threading.Event()
 
     async def leave() -> None:
-        asyncio.ensure_future(engine.call(lambda runner: (inside.set(), go_on.wait(30))))
+        waiting = asyncio.ensure_future(engine.call(lambda runner: (inside.set(), go_on.wait(30))))
         await asyncio.to_thread(inside.wait, 30)
+        assert not waiting.done()
 
     run(leave)
     go_on.set()

@@ -12,6 +12,7 @@ from quickseek.checkpoint.miniature_tokenizer import tokenizer_files
 from quickseek.checkpoint.recipe import logical_shape, logical_weight
 from quickseek.checkpoint.writer import write_checkpoint
 from quickseek.config import ModelConfig
+from quickseek.errors import ConfigError
 from quickseek.formats import quantize_a8, quantize_fp4_rows, quantize_fp8_blocks
 
 _TINY: dict[str, Any] = {
@@ -102,9 +103,9 @@ CHANGES: dict[str, dict[str, Any]] = {"tiny": {}, "tiny-tp": _TINY_TP, "mid": _M
 
 
 def miniature_config(name: str) -> ModelConfig:
-    """The configuration of ``tiny``, ``tiny-tp`` or ``mid``; ValueError for another name."""
+    """The configuration of ``tiny``, ``tiny-tp`` or ``mid``; ConfigError for another name."""
     if name not in CHANGES:
-        raise ValueError(f"config = {name!r}: expected one of {', '.join(CHANGES)}")
+        raise ConfigError("config", name, f"one of {', '.join(CHANGES)}")
     return ModelConfig(**(_TINY | CHANGES[name]))
 
 

@@ -144,11 +144,9 @@ class Runner:
 
     def abort(self, request_id: str) -> Update | None:
         """Drop a request at any moment; its last update, or None if it is not there (any more)."""
-        answer = self.answers.get(request_id)
-        if answer is None:
-            return None
         self.scheduler.abort(request_id)
-        return self._end(answer, "abort")
+        answer = self.answers.get(request_id)
+        return None if answer is None else self._end(answer, "abort")
 
     @property
     def idle(self) -> bool:
