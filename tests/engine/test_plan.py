@@ -124,6 +124,12 @@ def test_what_does_not_fit_names_the_option_to_change() -> None:
             released(**{key: value})
 
 
+def test_more_drafts_than_the_rings_have_slack_for_are_refused() -> None:
+    released(budget_bytes=24 << 20, num_speculative_tokens=6)
+    with pytest.raises(ConfigError, match="num_speculative_tokens = 7: expected at most 6: rings hold 8 rows"):
+        released(budget_bytes=24 << 20, num_speculative_tokens=7)
+
+
 def test_the_advice_of_a_refusal_is_right_to_the_slot() -> None:
     released(budget_bytes=24 << 20, max_num_seqs=7)
     with pytest.raises(ConfigError):

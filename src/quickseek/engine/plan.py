@@ -6,11 +6,15 @@ from math import lcm
 from quickseek.config import ModelConfig
 from quickseek.engine.blocks import rows_ahead
 from quickseek.engine.pools import BLOCK_MULTIPLE
+from quickseek.engine.prefix import REWIND
 from quickseek.errors import ConfigError
 from quickseek.model.context import PAGED_GROUP
 from quickseek.model.state import CacheSpec, cache_specs
 from quickseek.numerics import Numerics
+from quickseek.ops.cache import SLACK
 
+MOST_DRAFTS = SLACK - 1 - REWIND
+"""Drafts whose rejected rows leave, in a ring, all that the anchor and a snapshot used one row early still read."""
 OPTIONS = {
     "budget_bytes": "kv_cache_memory_bytes",
     "num_snapshots": "num_prefix_snapshots",
@@ -72,6 +76,9 @@ class MemoryPlan:
         for key, value in options.items():
             if value < smallest.get(key, 1):
                 raise ConfigError(OPTIONS.get(key, key), value, f"{smallest.get(key, 1)} or more")
+        if num_speculative_tokens > MOST_DRAFTS:
+            expected = f"at most {MOST_DRAFTS}: rings hold {SLACK} rows beyond what is read"
+            raise ConfigError("num_speculative_tokens", num_speculative_tokens, expected)
         if block_tokens % multiple:
             raise ConfigError(OPTIONS["block_tokens"], block_tokens, f"a multiple of {multiple}, so no group is split")
         empty = cls(
