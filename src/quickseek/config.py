@@ -383,10 +383,14 @@ DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Settings of the specialized decode (spec/api.md): tune kernels at start, and compile them before serving."""
+    """Settings of the specialized decode (spec/api.md): tune kernels at start, and compile them before serving.
+
+    ``off``: names of paths that are not to be taken (decode/gates.py).
+    """
 
     autotune: bool = True
     jit_warmup: bool = True
+    off: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,6 +402,7 @@ class EngineConfig:
     ``max_num_seqs`` requests decode together; ``max_num_batched_tokens`` prompt tokens are read in one step.
     ``decoder_replay`` runs the decoder layers of a prompt on its last window only (spec/model.md 9), an approximation.
     ``decode_backend``: "stock", "latency_specialized", or "auto" for the specialized decode where nothing is missing.
+    ``decode_paths_off``: paths of the specialized decode to switch off, separated by commas (decode/gates.py).
 
     ``block_size`` tokens make a block of the paged caches; ``kv_cache_memory_bytes`` bounds all caches together.
     ``enable_prefix_caching`` reuses prompts exactly from ``num_prefix_snapshots`` snapshots, taken at the ends of
@@ -416,6 +421,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     gpu_memory_utilization: float = 0.9
     decode_backend: str = "auto"
+    decode_paths_off: str = ""
     decoder_replay: bool = False
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048

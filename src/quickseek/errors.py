@@ -61,3 +61,11 @@ class RankFailure(QuickseekError, RuntimeError):
     def __init__(self, rank: int, message: str) -> None:
         self.rank = rank
         super().__init__(message)
+
+
+class DecodeUnsupported(QuickseekError, ValueError):
+    """The specialized decode was asked for and cannot run; ``missing`` lists every unmet need."""
+
+    def __init__(self, missing: Sequence[str]) -> None:
+        self.missing = tuple(missing)
+        super().__init__(f"decode_backend=latency_specialized needs {'; '.join(self.missing)}.")

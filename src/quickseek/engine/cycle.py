@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quickseek.engine.graphs import EagerGraphs
 from quickseek.engine.pools import Pools
 from quickseek.engine.request import Request
 from quickseek.engine.slot_state import SlotState
@@ -87,6 +88,7 @@ class Cycle:
     ) -> None:
         self.model, self.pools, self.state = model, pools, state
         self.drafts, self.sampled_drafts = drafts, sampled_drafts
+        self.graphs = EagerGraphs()
 
     # ------------------------------------------------------------------------------------------ prefill
 
@@ -134,7 +136,7 @@ class Cycle:
         starts, drafted = state.lengths[slots], state.drafts[slots, :drafts]
         ids = torch.cat((state.anchors[slots].unsqueeze(1), drafted), 1)
         rows = StepRows.uniform(starts, drafts + 1, min(max_length, self.pools.reach))
-        context = self.pools.context(slots, rows, num_prefills=0)
+        context = self.graphs.record(self.pools.context(slots, rows, num_prefills=0))
         hidden, _ = self._run(ids.flatten(), context, None)
         return VerifyStep(
             slots=slots,
@@ -158,7 +160,7 @@ class Cycle:
             )
         drafts = confidence = None
         if self.drafts:
-            drafts, confidence = self._draft(slots, needs)
+            drafts, confidence = self._draft(slots, needs, recorded=rows_ran)
         used = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
         return Decision(
             tokens=tokens,
@@ -216,12 +218,16 @@ class Cycle:
         self.model.draft.write_context(aux, returned, context)
         return hidden, returned
 
-    def _draft(self, slots: Tensor, needs: Needs) -> tuple[Tensor, Tensor]:
-        """Draft what follows each request's anchor; drafts and their confidence [B, k]."""
+    def _draft(self, slots: Tensor, needs: Needs, *, recorded: bool) -> tuple[Tensor, Tensor]:
+        """Draft what follows each request's anchor; drafts and their confidence [B, k].
+
+        ``recorded``: as part of a decode cycle and its graph, not after a prompt.
+        """
         state, draft, embed = self.state, self.model.draft, self.model.backbone.embed
         assert draft is not None and embed is not None
         last = state.lengths[slots] - 1
         context = self.pools.context(slots, StepRows.uniform(last, 1, 0), num_prefills=0)
+        context = self.graphs.record(context) if recorded else context
         sources: list[SparseDistribution] = []
 
         def choose(logits: Tensor, number: int) -> Tensor:

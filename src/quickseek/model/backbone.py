@@ -132,12 +132,14 @@ class DeepseekV4Model(nn.Module):
         hashes = self.hash_ngrams(input_ids, dead, context, lookback_token_ids)
         step = self.executor.plan(positions, intermediate_tensors, context=context) if self.executor else None
         if step is not None:
-            x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            assert self.executor is not None
+            embedded = self.executor.embed(input_ids) if inputs_embeds is None else (inputs_embeds, None)
+            x, streams = (self.embed_input_ids(input_ids), None) if embedded is None else embedded
             stacked = torch.stack(hashes, 1) if hashes else None
-            output: ForwardOutput = step.run(x, positions, input_ids, stacked, dead)
+            output: ForwardOutput = step.run(x, positions, input_ids, stacked, dead, streams)
             return output
         embeddings = self.prepare_embeddings(hashes)
-        shared = self._share(context, dead)
+        shared = self.share(context, dead)
         if intermediate_tensors is None:
             x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
             streams = x.to(self.numerics.dtype).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
@@ -184,7 +186,8 @@ class DeepseekV4Model(nn.Module):
             return hidden, [aux[layer] for layer in self.aux_hidden_state_layers]
         return hidden
 
-    def _share(self, context: ForwardContext, dead: Tensor) -> StepShared:
+    def share(self, context: ForwardContext, dead: Tensor) -> StepShared:
+        """What the layers of a forward hand to each other, as it begins; ``dead`` bool [T]: rows of image spans."""
         config, rows = self.config, context.rows
         window_only, compressed = rotary_frequencies(config, self.numerics.wide, rows.positions.device)
         turns = {

@@ -129,9 +129,23 @@ class StepExecutor(Protocol):
     """What the backbone asks before it runs its own layers (design.md section 2)."""
 
     def embed(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(embedding [n, H], streams [n, hc, H]) of int32 ids, or None: the backbone embeds."""
+        """(embedding [n, H], streams [n, hc, H]) of ids [n], or None: the backbone embeds."""
 
     def plan(
         self, positions: Tensor, intermediate_tensors: "IntermediateTensors | None", *, context: ForwardContext
     ) -> ExecutorStep | None:
         """The step that runs this forward, or None for the stock layers."""
+
+
+class DraftExecutorStep(Protocol):
+    """The gates of one pass over the drafter's stages."""
+
+    def run(self, x: Tensor, shared: Any) -> Tensor:
+        """Collapsed states [n, H] of the embeddings x [n, H]; ``shared``: the ``BlockShared`` of the pass."""
+
+
+class DraftExecutor(Protocol):
+    """What the drafter asks before it runs its own stages."""
+
+    def plan(self, rows: int, *, context: ForwardContext) -> DraftExecutorStep | None:
+        """The pass that runs ``rows`` block rows, or None for the stock stages."""

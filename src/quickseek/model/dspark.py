@@ -10,7 +10,7 @@ from quickseek.config import ModelConfig
 from quickseek.errors import ConfigError
 from quickseek.model.attention import BlockShared, DraftAttention
 from quickseek.model.backbone import rotary_frequencies
-from quickseek.model.context import ForwardContext, StepShared
+from quickseek.model.context import DraftExecutor, ForwardContext, StepShared
 from quickseek.model.layer import Layer
 from quickseek.model.loader import WeightLoader
 from quickseek.model.modules import Linear, RMSNorm, parameter
@@ -42,6 +42,7 @@ class DraftHead(nn.Module):
         if not config.num_nextn_predict_layers:
             raise ConfigError("num_nextn_predict_layers", 0, "at least one draft stage")
         self.config, self.numerics = config, numerics
+        self.executor: DraftExecutor | None = None
         hidden, rank = config.hidden_size, config.dspark_markov_rank
         self.main_proj = Linear(hidden, hidden * len(config.dspark_target_layer_ids), numerics)
         self.main_norm = RMSNorm(hidden, config.rms_norm_eps, numerics)
@@ -113,7 +114,11 @@ class DraftHead(nn.Module):
             last=last,
             size=block,
         )
-        streams = embed(ids.flatten()).unsqueeze(1).expand(-1, config.hc_mult, -1)
+        x = embed(ids.flatten())
+        step = self.executor.plan(x.shape[0], context=context) if self.executor else None
+        if step is not None:
+            return step.run(x, shared)
+        streams = x.unsqueeze(1).expand(-1, config.hc_mult, -1)
         pre = torch.zeros(streams.shape[0], config.hc_mult, dtype=self.numerics.wide, device=device)
         pre[:, 0] = 1.0
         for stage in self.stages:

@@ -84,11 +84,18 @@ class MixtureOfExperts(nn.Module):
 
     def parts(self, x: Tensor, image_rows: Tensor | None) -> tuple[UnfinalizedMoE, Tensor]:
         """Rows of the routed experts, not yet summed, and the shared expert's share [T, H]."""
+        return self.routed_part(x, image_rows), self.shared_part(x)
+
+    def routed_part(self, x: Tensor, image_rows: Tensor | None) -> UnfinalizedMoE:
+        """Rows of the routed experts, not yet summed."""
+        routing: Routing = self.gate(x, image_rows)
+        limit, routed_weight = self.config.swiglu_limit, self.numerics.routed_weight
+        return moe_op.routed_experts(x, routing, self.experts.weights, limit=limit, routed_weight=routed_weight)
+
+    def shared_part(self, x: Tensor) -> Tensor:
+        """The shared expert's share [T, H]."""
         limit = self.config.swiglu_limit
-        routed = moe_op.routed_experts(
-            x, self.gate(x, image_rows), self.experts.weights, limit=limit, routed_weight=self.numerics.routed_weight
-        )
-        return routed, moe_op.shared_expert(x, self.shared_w13.value, self.shared_w2.value, limit=limit)
+        return moe_op.shared_expert(x, self.shared_w13.value, self.shared_w2.value, limit=limit)
 
     def forward(self, x: Tensor, shared: StepShared | BlockShared) -> Tensor:
         """This rank's share of the sublayer's output [T, H] of its normalised input [T, H]."""

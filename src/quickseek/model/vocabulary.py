@@ -1,5 +1,7 @@
 """The vocabulary ends of the model: sharded embedding and output head (spec/model.md 5.1, 5.5)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -33,17 +35,22 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """Logits from a weight [V, width], a range of ids on each rank."""
+    """Logits from a weight [V, width], a range of ids on each rank.
+
+    ``gather``: another way from a rank's columns [T, V / ranks] to all [T, V]; None: the gather of the world.
+    """
 
     def __init__(self, config: ModelConfig, width: int, numerics: Numerics, world: World) -> None:
         super().__init__()
         self.world = world
         self.ids = shard("vocab_size", config.vocab_size, world)
         self.weight = parameter(self.ids.stop - self.ids.start, width, dtype=numerics.dtype)
+        self.gather: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, V] in the wide dtype of hidden [T, width]."""
-        return self.world.all_gather(head_op.logits(hidden, self.weight), dim=-1)
+        local = head_op.logits(hidden, self.weight)
+        return self.world.all_gather(local, dim=-1) if self.gather is None else self.gather(local)
 
     def load(self, loader: WeightLoader, name: str) -> None:
         """``name``: "head.weight" and the like."""

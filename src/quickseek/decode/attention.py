@@ -1,0 +1,52 @@
+"""The attention sublayer of a step: the layer's own parts, side projections beside the rest (spec/decode.md F)."""
+
+from typing import Any
+
+from torch import Tensor
+
+from quickseek.decode.boundary import Quantised
+from quickseek.decode.gates import DecodeStep
+from quickseek.decode.streams import SideStream
+from quickseek.model.attention import Attention, DraftAttention
+from quickseek.model.context import ForwardContext, StepShared
+
+
+class AttentionStep:
+    """Attention of one target layer."""
+
+    def __init__(self, attention: Attention, side: SideStream) -> None:
+        self.attention, self.side = attention, side
+
+    def run(
+        self, x: Tensor, quant: Quantised | None, shared: StepShared, step: DecodeStep, context: ForwardContext
+    ) -> Tensor:
+        """This rank's share of the output [m, H] of the normalised input x [m, H].
+
+        ``quant``: x as MXFP8, for projections that take it; those here read x.
+        """
+        attention = self.attention
+        if quant is not None:
+            raise NotImplementedError("AttentionStep: projections that read an MXFP8 copy of the input")
+        with self.side.fork(step.overlap_inputs and attention.compressor is not None):
+            self.side.share(x)
+            attention.write_global(x, shared, context)
+        latent, kv = attention.latents(x, shared.turns[attention.reads_global])
+        # Index keys and global rows of this step are read by the scores and by attention itself.
+        self.side.join()
+        out = attention.attend(x, latent, kv, shared, context)
+        attention.keep_window(kv, shared, context)
+        return out
+
+
+class DraftAttentionStep:
+    """Attention of one draft stage: nothing runs beside it."""
+
+    def __init__(self, attention: DraftAttention) -> None:
+        self.attention = attention
+
+    def run(self, x: Tensor, quant: Quantised | None, shared: Any, step: DecodeStep, context: ForwardContext) -> Tensor:
+        """This rank's share of the output [m, H] of block rows x [m, H]; ``shared``: the pass's ``BlockShared``."""
+        if quant is not None:
+            raise NotImplementedError("DraftAttentionStep: projections that read an MXFP8 copy of the input")
+        out: Tensor = self.attention(x, shared, context)
+        return out
