@@ -3,6 +3,7 @@
 import random
 import sys
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 import torch
@@ -329,6 +330,49 @@ def test_nothing_in_v_and_d_reads_the_device(monkeypatch: pytest.MonkeyPatch) ->
     readers.clear()
     decision.tokens.tolist()
     assert readers
+
+
+def engine_opcodes(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Opcodes of engine code that launch one cycle of ``count`` requests that decoded together before."""
+    runner = make_runner(snapshots=0, max_num_seqs=count)
+    for number in range(count):
+        runner.add(make_request([30 + number, 40], replace(GREEDY, max_tokens=30)))
+    for _ in range(6):
+        runner.step()
+    seen = [0]
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        if "quickseek/engine" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        seen[0] += event == "opcode"
+        return trace
+
+    tick, read = runner.scheduler.schedule(), runner._read
+    monkeypatch.setattr(runner.scheduler, "schedule", lambda: tick)
+    monkeypatch.setattr(runner, "_read", lambda cycle: [])
+    assert len(tick.decodes) == count and not tick.table_updates
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        runner.step()
+    finally:
+        sys.settrace(before)
+    assert seen[0] > 100 and read(tick.cycle)
+    return seen[0]
+
+
+def test_launching_a_batch_again_runs_no_python_per_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_opcodes(2, monkeypatch) == engine_opcodes(4, monkeypatch)
+    original = Cycle.verify
+
+    def asking(self: Cycle, slots: torch.Tensor, max_length: int, drafts: int | None = None) -> object:
+        for _ in range(slots.shape[0]):
+            Needs.of([])
+        return original(self, slots, max_length, drafts)
+
+    monkeypatch.setattr(Cycle, "verify", asking)
+    assert engine_opcodes(2, monkeypatch) != engine_opcodes(4, monkeypatch), "work per request is not noticed"
 
 
 def test_engram_ids_of_a_split_prompt_are_the_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

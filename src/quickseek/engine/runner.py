@@ -172,14 +172,15 @@ class Runner:
         for update in tick.table_updates:
             self.pools.set_table(update.slot, update.first, list(update.blocks))
         prefills = [chunk for chunk in tick.prefills if chunk.request.state is Status.PREFILL]
-        paced = self._host_paced([*tick.decodes, *(chunk.request for chunk in prefills)])
+        paced = self._host_paced(tick.decodes, [chunk.request for chunk in prefills])
         # The host-paced lane needs every token before it can go on; the free lane reads one cycle late.
         updates = self._read(tick.cycle - 1) if paced else []
         launched = _Launched(tick.cycle)
         if prefills:
             with self._failing([chunk.request for chunk in prefills]):
                 self._prefill(prefills, launched)
-        decodes = [request for request in tick.decodes if request.state is Status.DECODE]
+        # Only what has just been read can have ended a request since it was scheduled.
+        decodes = [r for r in tick.decodes if r.state is Status.DECODE] if paced else tick.decodes
         if decodes:
             with self._failing(decodes):
                 self._decode(decodes, launched)
@@ -206,8 +207,13 @@ class Runner:
         self.scheduler.finish(answer.request, frozen=False)
         return self._end(answer, "error", f"{type(error).__name__}: {error}")
 
-    def _host_paced(self, requests: Sequence[Request]) -> bool:
-        return bool(self.drafts and self.options.confidence) or any(request.params.masked for request in requests)
+    def _host_paced(self, decodes: list[Request], reading: Sequence[Request]) -> bool:
+        """Whether a request of the tick needs the host between V and D; a batch that goes on is not asked again."""
+        if self.drafts and self.options.confidence:
+            return True
+        known = decodes == self._batch.requests
+        masks = self._batch.needs.masks if known else any(request.params.masked for request in decodes)
+        return masks or any(request.params.masked for request in reading)
 
     def _restore(self, restore: Restore) -> None:
         self.pools.clear_table(restore.request_slot)
