@@ -110,6 +110,10 @@ TEXT_ERRORS: list[tuple[str, Any, str]] = [
         "candidate_topk_blocks", "candidate_block_size", "hc_mult", "hc_sinkhorn_iters", "engram_vocab_size",
         "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size", "dspark_block_size", "dspark_markov_rank",
     )],
+    *[(key, 10**9, "at most ") for key in (
+        "num_hidden_layers", "n_routed_experts", "dspark_n_routed_experts", "hc_mult", "hc_sinkhorn_iters",
+        "engram_max_ngram_size", "engram_n_heads", "candidate_block_size", "dspark_block_size",
+    )],
     *[(key, 0.0, "a positive number") for key in (
         "swiglu_limit", "rope_theta", "compress_rope_theta", "routed_scaling_factor",
     )],
@@ -234,12 +238,9 @@ def test_a_missing_key_of_the_flat_dialect_is_named(tiny: Data) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "kind"),
     [
-        ("hidden_size", "256", "an integer"),
-        ("hidden_size", 256.0, "an integer"),
-        ("hidden_size", True, "an integer"),
-        ("hidden_size", None, "an integer"),
-        ("swiglu_limit", "10", "a number"),
-        ("swiglu_limit", False, "a number"),
+        *[("hidden_size", value, "an integer below 2^53") for value in ("256", 256.0, True, None, 10**30)],
+        *[("swiglu_limit", value, "a finite number") for value in ("10", False, float("inf"), 10**400)],
+        ("compress_ratios", [10**30], "a list of integers"),
         ("scoring_func", 3, "a string"),
         ("norm_topk_prob", 1, "true or false"),
         ("compress_ratios", 2, "a list of integers"),

@@ -240,6 +240,16 @@ def test_a_damaged_directory_is_one_clear_error(directory: Path, tmp_path: Path)
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="llama"):
         LLM(path)
+    for key in ("bos_token_id", "eos_token_id"):
+        (path / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v41", key: 5}))
+        with pytest.raises(ConfigError, match=f"{key} = 5: expected [01], the tokenizer's"):
+            LLM(path)
+    for name, error in (("config.json", ConfigError), ("model.safetensors.index.json", CheckpointError)):
+        for text in ("[" * 100_000, '{"x": ' + "9" * 5000 + "}", ""):
+            path = copy()
+            (path / name).write_text(text)
+            with pytest.raises(error, match=name):
+                LLM(path)
     path = copy()
     shard = next(path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-100])

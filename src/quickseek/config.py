@@ -6,6 +6,7 @@ with its key, its value and what was expected.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -44,6 +45,9 @@ FLAT_NAMES = {
     "original_seq_len": "original_max_position_embeddings",
     "max_seq_len": "max_position_embeddings",
 }
+
+LARGEST = 2**53
+"""Integers of a configuration are below it: JSON of other hands keeps no larger ones exactly."""
 
 # Keys of earlier models of the family: their presence means that the layers are built another way.
 FOREIGN_KEYS = ("num_hash_layers", "n_group", "topk_group", "hc_head", "kv_lora_rank", "first_k_dense_replace")
@@ -191,7 +195,7 @@ class ModelConfig:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError("config.json", str(path), "a file that exists") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number too long
             raise ConfigError("config.json", str(path), f"a readable JSON file ({error})") from None
         return cls.from_dict(data, source=str(path))
 
@@ -341,7 +345,7 @@ def _typed(values: Mapping[str, Any], *, prefix: str) -> dict[str, Any]:
 
 
 def _kind(annotation: Any) -> str:
-    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    names = {int: "an integer below 2^53", float: "a finite number", str: "a string", bool: "true or false"}
     return names.get(annotation, "a list of integers" if "tuple" in str(annotation) else "an integer or null")
 
 
@@ -351,14 +355,18 @@ def _fits(value: Any, annotation: Any) -> bool:
     if isinstance(value, bool):
         return False
     if annotation is int:
-        return isinstance(value, int)
+        return _is_count(value)
     if annotation is float:
-        return isinstance(value, int | float)
+        return _is_count(value) or (isinstance(value, float) and math.isfinite(value))
     if annotation is str:
         return isinstance(value, str)
     if "tuple" in str(annotation):
-        return isinstance(value, list | tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-    return value is None or isinstance(value, int | VisionConfig)
+        return isinstance(value, list | tuple) and all(_is_count(v) and not isinstance(v, bool) for v in value)
+    return value is None or isinstance(value, VisionConfig) or _is_count(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) < LARGEST
 
 
 # ---------------------------------------------------------------------------------------------- running

@@ -50,6 +50,19 @@ _POSITIVE_NUMBERS = [
     "gate_temp",
 ]
 
+_MOST = {
+    "num_hidden_layers": 1024,
+    "n_routed_experts": 16384,
+    "dspark_n_routed_experts": 16384,
+    "hc_mult": 64,
+    "hc_sinkhorn_iters": 1000,
+    "engram_max_ngram_size": 16,
+    "engram_n_heads": 256,
+    "candidate_block_size": 65536,
+    "dspark_block_size": 64,
+}
+"""What is looped over or padded to: far beyond it a configuration is a mistake, which must not look like a hang."""
+
 _FIXED: dict[str, Any] = {
     "n_shared_experts": 1,
     "num_key_value_heads": 1,
@@ -77,6 +90,8 @@ def check_model_config(config: "ModelConfig") -> None:
     for key in _POSITIVE:
         value = getattr(config, key)
         _require(config, key, value >= 1, "a positive integer")
+    for key, most in _MOST.items():
+        _require(config, key, getattr(config, key) <= most, f"at most {most}")
     for key in _POSITIVE_NUMBERS:
         _require(config, key, getattr(config, key) > 0, "a positive number")
     for key in ("rms_norm_eps", "hc_eps"):

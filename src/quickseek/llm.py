@@ -59,6 +59,9 @@ class LLM:
             expected = f"at most the trained block size, {self.config.dspark_block_size}"
             raise ConfigError("num_speculative_tokens", config.num_speculative_tokens, expected)
         self.tokenizer = Tokenizer.from_directory(model, vocab_size=self.config.vocab_size)
+        for key, found in (("bos_token_id", self.tokenizer.bos_id), ("eos_token_id", self.tokenizer.eos_id)):
+            if found != getattr(self.config, key):
+                raise ConfigError(key, getattr(self.config, key), f"{found}, the tokenizer's", source=str(model))
         self._instructions: ToolsInstructions | None = None
         self._directory = Path(model)
         if self.config.engram_layer_ids:

@@ -43,7 +43,9 @@ def _what_is_there(directory: Path) -> str:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number too long
         raise CheckpointError(f"{path}: not a readable JSON file ({error})") from None
     located = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(located, dict):

@@ -65,7 +65,7 @@ class Tokenizer:
         settings_path = Path(directory, "tokenizer_config.json")
         try:
             settings = json.loads(_read_text(settings_path) or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TokenizerError(f"{settings_path}: not JSON: {error}") from None
         if not isinstance(settings, dict):
             raise TokenizerError(f"{settings_path}: expected a JSON object")
