@@ -6,12 +6,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quickseek.config import EngineConfig
+from quickseek.decode.executor import SpecializedDecode
+from quickseek.decode.requirements import specialized_decode_config
 from quickseek.engine.answer import RequestOutput
 from quickseek.engine.plan import MemoryPlan
 from quickseek.engine.request import Request
@@ -19,7 +22,7 @@ from quickseek.engine.runner import Runner, RunnerOptions, Update
 from quickseek.errors import ConfigError, PromptError
 from quickseek.model.causal_lm import load_model
 from quickseek.numerics import Numerics
-from quickseek.parallel.world import World, default_world
+from quickseek.parallel.world import World, default_world, require_agreement
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.compressed_ids import check_compressed_count, compressed_id_table
 from quickseek.tokenizer.instructions import ToolsInstructions
@@ -44,8 +47,7 @@ class LLM:
             raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, expected)
         if torch.device(config.device).type != "cpu":
             raise NotImplementedError(f"LLM on device {config.device!r}: GPU forms of the operations")
-        if config.decode_backend == "latency_specialized":
-            raise NotImplementedError("decode_backend 'latency_specialized': the specialized decode")
+        require_agreement(self.world, asdict(config))
         self.model, checkpoint = load_model(
             model,
             self._numerics(),
@@ -68,6 +70,9 @@ class LLM:
             table = compressed_id_table(self.tokenizer, self.config.vocab_size)
             check_compressed_count(table, self.config.engram_compressed_vocab_size)
             self.model.set_token_map(table)
+        # Before the caches are sized: what the executor keeps counts against the same memory.
+        decode = specialized_decode_config(config, self.config, world=self.world)
+        self.executor = None if decode is None else SpecializedDecode.for_target(self.model, decode)
         self.runner = self._runner()
         self._inboxes: dict[str, deque[Update]] = {}
         self._lock = threading.RLock()
