@@ -56,6 +56,7 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="float32 or float64, in exact mode.")] = None,
     device: Annotated[str, typer.Option(help="cpu.")] = "cpu",
     max_model_len: Annotated[int | None, typer.Option(help="Longest context, prompt and answer together.")] = None,
+    decode_backend: Annotated[str, typer.Option(help="auto, stock or latency_specialized.")] = "auto",
 ) -> None:
     """Generate text, written to the terminal as it comes, and a closing line of figures."""
     if (prompt is None) == (chat is None):
@@ -75,6 +76,7 @@ def generate(
         device=device,
         max_model_len=max_model_len,
         num_speculative_tokens=speculative_tokens,
+        decode_backend=decode_backend,
     )
     if chat is not None:
         messages = [{"role": "user", "content": chat}]
@@ -94,6 +96,40 @@ def generate(
     typer.echo(figures(llm, output), err=True)
     if output.error is not None:
         raise QuickseekError(f"the answer was cut short: {output.error}")
+
+
+@app.command()
+def doctor(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory, for its needs and memory plan.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Ranks, one GPU each.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    mode: Annotated[str, typer.Option(help="auto, exact or trained (spec/equality.md).")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest context, prompt and answer together.")] = None,
+) -> None:
+    """Print what this machine has, and what the specialized decode needs and does not find."""
+    from quickseek.config import EngineConfig, ModelConfig
+    from quickseek.decode.gates import FUSED_MHC_MAX_ROWS
+    from quickseek.decode.probes import probes
+    from quickseek.decode.requirements import unsupported
+    from quickseek.llm import memory_plan
+
+    options = EngineConfig(
+        tensor_parallel_size=tensor_parallel_size, device=device, mode=mode, max_model_len=max_model_len
+    )
+    for probe in probes():
+        typer.echo(str(probe))
+    config = None
+    if model is not None:
+        config = ModelConfig.from_file(model)
+        weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        typer.echo(f"{'weights:':<24}{weights / (1 << 30):.2f} GiB on disk")
+        typer.echo(str(memory_plan(options, config)))
+    missing = unsupported(options, config)
+    what = f"specialized decode on {device}, TP {tensor_parallel_size}"
+    if missing:
+        typer.echo("\n".join([f"{what}: not available, it needs", *(f"  - {line}" for line in missing)]))
+    else:
+        typer.echo(f"{what}: available, for decode steps of 1 to {FUSED_MHC_MAX_ROWS} rows")
 
 
 def _effort(text: str | None) -> int | str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quickseek.config import EngineConfig
+from quickseek.config import EngineConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.requirements import specialized_decode_config
 from quickseek.engine.answer import RequestOutput
@@ -50,13 +50,13 @@ class LLM:
         require_agreement(self.world, asdict(config))
         self.model, checkpoint = load_model(
             model,
-            self._numerics(),
+            numerics_of(config),
             world=self.world,
             draft=config.num_speculative_tokens > 0,
             decoder_replay=config.decoder_replay,
         )
         self.config = checkpoint.config
-        self.max_model_len = self._max_model_len()
+        self.max_model_len = longest_context(config, self.config)
         if config.num_speculative_tokens > self.config.dspark_block_size:
             expected = f"at most the trained block size, {self.config.dspark_block_size}"
             raise ConfigError("num_speculative_tokens", config.num_speculative_tokens, expected)
@@ -77,29 +77,9 @@ class LLM:
         self._inboxes: dict[str, deque[Update]] = {}
         self._lock = threading.RLock()
 
-    def _numerics(self) -> Numerics:
-        if self.engine_config.resolved_mode == "trained":
-            return Numerics.trained()
-        return Numerics.exact(torch.float64 if self.engine_config.dtype == "float64" else torch.float32)
-
-    def _max_model_len(self) -> int:
-        limit, asked = self.config.max_position_embeddings, self.engine_config.max_model_len
-        if asked is not None and asked > limit:
-            raise ConfigError("max_model_len", asked, f"at most the model's max_position_embeddings, {limit}")
-        return limit if asked is None else asked
-
     def _runner(self) -> Runner:
         config = self.engine_config
-        plan = MemoryPlan.build(
-            self.config,
-            self.model.numerics,
-            budget_bytes=config.kv_cache_memory_bytes,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            num_snapshots=config.num_prefix_snapshots if config.enable_prefix_caching else 0,
-            num_speculative_tokens=config.num_speculative_tokens,
-            block_tokens=config.block_size,
-        )
+        plan = memory_plan(config, self.config)
         logger.info("%s", plan)
         options = RunnerOptions(
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -254,6 +234,35 @@ class LLM:
             # Interrupted anywhere (Ctrl-C): what host and device know no longer agrees, so both begin anew.
             self.runner = self._runner()
             raise
+
+
+def numerics_of(options: EngineConfig) -> Numerics:
+    """The roundings that an engine's mode and dtype stand for."""
+    if options.resolved_mode == "trained":
+        return Numerics.trained()
+    return Numerics.exact(torch.float64 if options.dtype == "float64" else torch.float32)
+
+
+def longest_context(options: EngineConfig, config: ModelConfig) -> int:
+    """``max_model_len``, or what the model allows; ConfigError beyond that."""
+    limit, asked = config.max_position_embeddings, options.max_model_len
+    if asked is not None and asked > limit:
+        raise ConfigError("max_model_len", asked, f"at most the model's max_position_embeddings, {limit}")
+    return limit if asked is None else asked
+
+
+def memory_plan(options: EngineConfig, config: ModelConfig) -> MemoryPlan:
+    """The pools of an engine; ConfigError names the option to change where they do not fit."""
+    return MemoryPlan.build(
+        config,
+        numerics_of(options),
+        budget_bytes=options.kv_cache_memory_bytes,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=longest_context(options, config),
+        num_snapshots=options.num_prefix_snapshots if options.enable_prefix_caching else 0,
+        num_speculative_tokens=options.num_speculative_tokens,
+        block_tokens=options.block_size,
+    )
 
 
 def _with_bar(updates: Iterator[Update], count: int) -> Iterator[Update]:

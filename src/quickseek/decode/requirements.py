@@ -60,16 +60,19 @@ class Facts:
         )
 
 
-def unsupported(config: EngineConfig, model: ModelConfig, facts: Facts | None = None) -> list[str]:
-    """Every requirement that is missed, each in words that follow "needs"; ``facts`` None: those of this rank."""
+def unsupported(config: EngineConfig, model: ModelConfig | None, facts: Facts | None = None) -> list[str]:
+    """Every requirement that is missed, each in words that follow "needs"; ``facts`` None: those of this rank.
+
+    ``model`` None: as far as can be said without one.
+    """
     return list(_missing(config, model, Facts.probe(config) if facts is None else facts))
 
 
-def _missing(config: EngineConfig, model: ModelConfig, facts: Facts) -> Iterator[str]:
+def _missing(config: EngineConfig, model: ModelConfig | None, facts: Facts) -> Iterator[str]:
     gpu = facts.device == "cuda"
     if gpu and facts.capability < LEAST_CAPABILITY:
-        found = ".".join(map(str, facts.capability))
-        yield f"a GPU of compute capability 9.0 or newer, or device='cpu' (found {facts.name}, {found})"
+        found = facts.name if facts.capability == (0, 0) else f"{facts.name}, {'.'.join(map(str, facts.capability))}"
+        yield f"a GPU of compute capability 9.0 or newer, or device='cpu' (found {found})"
     if gpu and not facts.kernels:
         yield "the CuTe DSL on a GPU (pip install 'quickseek[gpu]')"
     if config.tensor_parallel_size not in TENSOR_PARALLEL_SIZES:
@@ -83,6 +86,8 @@ def _missing(config: EngineConfig, model: ModelConfig, facts: Facts) -> Iterator
             "a fixed number of drafts to verify, draft_confidence_threshold=0 "
             f"(found {config.draft_confidence_threshold})"
         )
+    if model is None:
+        return
     if gpu and model.engram_layer_ids and facts.engram_memory == "mapped":
         yield "Engram tables in device or pinned host memory (they are read from the mapped checkpoint)"
     if model.hidden_size % 8:
@@ -150,13 +155,20 @@ CHECKED_FEATURES = {
 @functools.cache
 def uses_checked_library(feature: str) -> bool:
     """Whether an optional feature may be used with the version that is installed; warns once if not."""
+    if feature_is_checked(feature):
+        return True
     checked = CHECKED_FEATURES[feature]
     found = installed(checked.library)
-    if found is not None and ".".join(found.split(".")[:2]) in checked.versions:
-        return True
     versions = " or ".join(checked.versions) or "(no version has been checked yet)"
     logger.warning("%s needs %s %s (found %s); %s", feature, checked.library, versions, found, checked.instead)
     return False
+
+
+def feature_is_checked(feature: str) -> bool:
+    """Whether the version that is installed is one that an optional feature was checked with."""
+    checked = CHECKED_FEATURES[feature]
+    found = installed(checked.library)
+    return found is not None and ".".join(found.split(".")[:2]) in checked.versions
 
 
 def installed(package: str) -> str | None:
