@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?= -m "not slow and not gpu and not gpu2"
-# The models of the tests are tiny: more threads than one only get in each other's way.
+# The models of the tests and the demo are tiny: more threads than one only get in each other's way.
 TEST_THREADS ?= 1
 
 .PHONY: demo test lint types unit clean
@@ -23,7 +23,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.installed
 	@test -e demo/tiny/config.json || $(BIN)/quickseek tiny demo/tiny
 	@echo "The miniature's weights are random: what follows shows the machinery, not sense."
-	$(BIN)/quickseek generate --model demo/tiny --chat "How fast can a token be?" --max-tokens 64 --seed 7 --ignore-eos
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/quickseek generate --model demo/tiny --chat "How fast can a token be?" --max-tokens 64 --seed 7 --ignore-eos
 
 test: lint types unit
 

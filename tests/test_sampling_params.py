@@ -104,6 +104,14 @@ def test_lists_become_tuples_and_one_stop_string_a_tuple_of_one() -> None:
     assert replace(params, temperature=0.0) == SamplingParams(stop=["end"], stop_token_ids=(3, 4), temperature=0.0)
 
 
+def test_what_was_checked_cannot_be_changed_from_outside() -> None:
+    bias, ids, stop = {3: 1.0}, [4], ["x"]
+    params = SamplingParams(logit_bias=bias, stop_token_ids=ids, stop=stop)
+    bias[-1], stop[0] = 1e9, ""
+    ids.append(-5)
+    assert (params.logit_bias, params.stop_token_ids, params.stop) == ({3: 1.0}, (4,), ("x",))
+
+
 def test_what_a_request_needs_is_told() -> None:
     plain = SamplingParams()
     assert not (plain.greedy or plain.penalised or plain.masked) and plain.structure is None

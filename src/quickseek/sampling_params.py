@@ -118,6 +118,7 @@ class SamplingParams:
         self._check("logit_bias", isinstance(bias, Mapping) and len(bias) <= MAX_LOGIT_BIAS, expected)
         valid = all(_is_id(number) and _is_number(value) and -100 <= value <= 100 for number, value in bias.items())
         self._check("logit_bias", valid, expected)
+        object.__setattr__(self, "logit_bias", dict(bias))  # what was checked cannot change any more
 
     def _check_ends(self) -> None:
         self._integer("max_tokens", 1, "an integer of at least 1")

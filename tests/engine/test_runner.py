@@ -58,8 +58,9 @@ def test_a_warm_cache_is_a_cold_one_at_even_and_odd_lengths(drafts: int) -> None
 def test_a_salt_keeps_prefixes_apart() -> None:
     runner = make_runner()
     tokens_of(runner, [make_request(PROMPTS[-1], cache_salt="a")])
-    other = make_request(PROMPTS[-1], cache_salt="b")
-    assert tokens_of(runner, [other]) == [alone(PROMPTS[-1])] and other.cached_tokens == 0
+    for salt in ("b", "", "\ud800"):
+        other = make_request(PROMPTS[-1], cache_salt=salt)
+        assert tokens_of(runner, [other]) == [alone(PROMPTS[-1])] and other.cached_tokens == 0
 
 
 def test_snapshots_inside_a_prompt_serve_a_shared_beginning() -> None:
