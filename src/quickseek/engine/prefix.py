@@ -73,7 +73,8 @@ class PrefixCache:
         """Names of a request's prefixes of 0, 1, ... up to ``blocks`` full blocks, each hashed from the one before."""
         size, chain = self.pool.block_tokens, request.chain
         if not chain:
-            chain.append(_digest(self.identity.encode(), _digest(request.cache_salt.encode(errors="surrogatepass"), b"")))
+            salt = request.cache_salt.encode(errors="surrogatepass")
+            chain.append(_digest(self.identity.encode(), _digest(salt, b"")))
         if len(chain) <= blocks:
             first = len(chain) - 1
             tokens = request.tokens(first * size, blocks * size)
