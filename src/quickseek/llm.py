@@ -47,7 +47,8 @@ class LLM:
             raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, expected)
         if torch.device(config.device).type != "cpu":
             raise NotImplementedError(f"LLM on device {config.device!r}: GPU forms of the operations")
-        require_agreement(self.world, asdict(config))
+        # Ranks decide alike because they were told alike; only the number of the device is a rank's own.
+        require_agreement(self.world, {key: value for key, value in asdict(config).items() if key != "device"})
         self.model, checkpoint = load_model(
             model,
             numerics_of(config),

@@ -8,7 +8,7 @@ from quickseek.decode.boundary import Quantised
 from quickseek.decode.gates import DecodeStep
 from quickseek.decode.streams import SideStream
 from quickseek.model.attention import Attention, DraftAttention
-from quickseek.model.context import ForwardContext, StepShared
+from quickseek.model.context import StepShared
 
 
 class AttentionStep:
@@ -17,14 +17,13 @@ class AttentionStep:
     def __init__(self, attention: Attention, side: SideStream) -> None:
         self.attention, self.side = attention, side
 
-    def run(
-        self, x: Tensor, quant: Quantised | None, shared: StepShared, step: DecodeStep, context: ForwardContext
-    ) -> Tensor:
+    def run(self, x: Tensor, quant: Quantised | None, shared: StepShared, step: DecodeStep) -> Tensor:
         """This rank's share of the output [m, H] of the normalised input x [m, H].
 
         ``quant``: x as MXFP8, for projections that take it; those here read x.
         """
-        attention = self.attention
+        attention, context = self.attention, step.context
+        assert context is not None
         if quant is not None:
             raise NotImplementedError("AttentionStep: projections that read an MXFP8 copy of the input")
         with self.side.fork(step.overlap_inputs and attention.compressor is not None):
@@ -44,9 +43,9 @@ class DraftAttentionStep:
     def __init__(self, attention: DraftAttention) -> None:
         self.attention = attention
 
-    def run(self, x: Tensor, quant: Quantised | None, shared: Any, step: DecodeStep, context: ForwardContext) -> Tensor:
+    def run(self, x: Tensor, quant: Quantised | None, shared: Any, step: DecodeStep) -> Tensor:
         """This rank's share of the output [m, H] of block rows x [m, H]; ``shared``: the pass's ``BlockShared``."""
         if quant is not None:
             raise NotImplementedError("DraftAttentionStep: projections that read an MXFP8 copy of the input")
-        out: Tensor = self.attention(x, shared, context)
+        out: Tensor = self.attention(x, shared, step.context)
         return out

@@ -43,6 +43,14 @@ class BoundaryState:
     pre: Tensor
     pending: Pending | None = None
 
+    @classmethod
+    def initial(cls, x: Tensor, hyper: HyperConnections, streams: Tensor | None = None) -> "BoundaryState":
+        """Before any boundary: copies of the embedding x [m, H], passed on as they are, the first one picked."""
+        rows, copies = x.shape[0], hyper.config.hc_mult
+        comb = torch.eye(copies, dtype=hyper.base.dtype, device=x.device).expand(rows, -1, -1)
+        streams = x.unsqueeze(1).repeat(1, copies, 1) if streams is None else streams
+        return cls(streams, torch.zeros_like(comb[:, 0]), comb, comb[:, 0])
+
     def after(self, pending: Pending) -> "BoundaryState":
         """The state once the sublayer has given its output."""
         return replace(self, pending=pending)
@@ -113,20 +121,19 @@ class Boundaries:
         ``streams`` [m, hc, H]: copies of x that exist already. All copies are equal, so the identity pre-mix picks x.
         """
         hyper = layer.hc_attn
-        if streams is None:
-            streams = x.unsqueeze(1).repeat(1, hyper.config.hc_mult, 1)
+        streams = BoundaryState.initial(x, hyper, streams).residual
         mixes = self._mixes(hyper, streams if hyper.broadcast_fn is None else x, step)
         layer_input: Tensor = layer.attn_norm(x)
         return BoundaryState(streams, mixes.post, mixes.comb, mixes.pre), layer_input
 
     def pre(
-        self, layer: Layer, injected: Tensor, pre: Tensor, step: DecodeStep
+        self, layer: Layer, injected: Tensor, state: BoundaryState, step: DecodeStep
     ) -> tuple[BoundaryState, Tensor]:
         """The attention input of a layer whose streams [m, hc, H] took an Engram injection: no reduction.
 
-        ``pre`` [m, hc]: the pre-mix carried over from the boundary before.
+        ``state``: that of the boundary before, whose pre-mix collapses the streams.
         """
-        layer_input: Tensor = layer.attn_norm(mhc.collapse(injected, pre))
+        layer_input: Tensor = layer.attn_norm(mhc.collapse(injected, state.pre))
         mixes = self._mixes(layer.hc_attn, injected, step)
         return BoundaryState(injected, mixes.post, mixes.comb, mixes.pre), layer_input
 

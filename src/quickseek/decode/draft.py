@@ -56,10 +56,9 @@ class DraftDecode:
 
     def run(self, step: DecodeStep, x: Tensor, shared: BlockShared) -> Tensor:
         """Collapsed states [n, H] after the last stage; side work is joined on every path."""
-        assert step.context is not None
         self.boundaries.all_reduce.reset()
         try:
-            streams, pre, _ = run_layers(self.plans, self.boundaries, step, x, shared, step.context)
+            streams, pre, _ = run_layers(self.plans, self.boundaries, step, x, shared)
         finally:
             self.executor.streams.join()
         self.runs += 1

@@ -85,8 +85,8 @@ class SpecializedDecode:
             self.embedding = replicate(backbone.embed, backbone.config.vocab_size, backbone.config.hc_mult)
         self.gather: LogitsGather | None = None
         if self.gates.logits_gather and self.world.size > 1:
-            self.gather = LogitsGather(lm_head.weight.shape[0], self.gates.logits_gather, self.world, fabric)
-            lm_head.gather = self.gather
+            self.gather = LogitsGather(lm_head.weight.shape[0], self.gates.logits_gather, self.world, self.fabric)
+        lm_head.gather = self.gather
         self.draft: DraftDecode | None = None
 
     @classmethod
@@ -94,9 +94,9 @@ class SpecializedDecode:
         """Build the executor of a loaded model and let its backbone and drafter ask it from now on. Collective."""
         executor = cls(model.backbone, config, model.head, gates=gates)
         model.backbone.executor = executor
-        if model.draft is not None and executor.gates.draft:
-            model.draft.markov_head.gather = executor.gather
-            model.draft.executor = executor.draft = DraftDecode(executor, model.draft)
+        if model.draft is not None:
+            executor.draft = DraftDecode(executor, model.draft) if executor.gates.draft else None
+            model.draft.executor, model.draft.markov_head.gather = executor.draft, executor.gather
         return executor
 
     def boundary(self, top_k: int) -> BoundaryAllReduce:
@@ -175,7 +175,6 @@ class SpecializedDecode:
                 step,
                 x.to(backbone.numerics.dtype),
                 shared,
-                context,
                 streams=streams,
                 memory=memory,
                 aux_layers=backbone.aux_hidden_state_layers,

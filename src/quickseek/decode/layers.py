@@ -4,7 +4,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quickseek.decode.attention import AttentionStep, DraftAttentionStep
@@ -12,7 +11,6 @@ from quickseek.decode.boundary import Boundaries, BoundaryState, Quantised
 from quickseek.decode.engram import EngramPrefetch
 from quickseek.decode.gates import DecodeStep
 from quickseek.decode.moe import MoEStep
-from quickseek.model.context import ForwardContext
 from quickseek.model.engram import Engram
 from quickseek.model.layer import Layer
 
@@ -42,7 +40,6 @@ def run_layers(
     step: DecodeStep,
     x: Tensor,
     shared: Any,
-    context: ForwardContext,
     *,
     streams: Tensor | None = None,
     memory: Memory | None = None,
@@ -60,7 +57,7 @@ def run_layers(
         state, layer_input, quant, mean = _enter(plan, boundaries, state, step, x, streams, memory, wanted)
         if mean is not None:
             aux[plan.layer_id] = mean
-        state = state.after(plan.attention.run(layer_input, quant, shared, step, context))
+        state = state.after(plan.attention.run(layer_input, quant, shared, step))
         boundaries.join(step)
         state, layer_input, _, _ = boundaries.sublayer(plan.layer, True, state, step)
         state = state.after(plan.moe.run(layer_input, shared.image_rows, step))
@@ -88,17 +85,8 @@ def _enter(
         return state, layer_input, None, boundaries.mean(state.residual, step) if wanted else None
     assert memory is not None
     if state is None:
-        copies = layer.hc_attn.config.hc_mult
-        entering, pre = x.unsqueeze(1).repeat(1, copies, 1) if streams is None else streams, _first_pre(x, layer)
-    else:
-        entering, pre = boundaries.post_only(state), state.pre
+        state = BoundaryState.initial(x, layer.hc_attn, streams)
+    entering = state.residual if state.pending is None else boundaries.post_only(state)
     injected = memory.prefetch.forward(plan.engram, entering, memory.mask)
-    state, layer_input = boundaries.pre(layer, injected, pre, step)
+    state, layer_input = boundaries.pre(layer, injected, state, step)
     return state, layer_input, None, boundaries.mean(injected, step) if wanted else None
-
-
-def _first_pre(x: Tensor, layer: Layer) -> Tensor:
-    """The pre-mix [m, hc] before any boundary: it picks the first copy."""
-    pre = torch.zeros(x.shape[0], layer.hc_attn.config.hc_mult, dtype=layer.hc_attn.base.dtype, device=x.device)
-    pre[:, 0] = 1.0
-    return pre
