@@ -194,3 +194,49 @@ def test_auxiliary_states_of_any_layer_and_of_the_end_are_those_of_the_stock_mod
     # Negative control: an Engram layer's state is that after its injection, so the order of states matters.
     if len(layers) > 1:
         assert differs(found[1][0], wanted[1][1])
+
+
+# ---------------------------------------------------------------------------------------------- a whole step
+
+
+def reductions(monkeypatch: pytest.MonkeyPatch, off: tuple[str, ...] = ()) -> dict[str, int]:
+    """What one decode step of tiny (8 layers, Engram at 1 and 3) reduces, by kind, and sums outside the boundaries."""
+    model = build(config_of("tiny"))
+    driver = Driver(model)
+    slot = driver.state.acquire()
+    driver.feed({slot: prompt(12)}, num_prefills=1)
+    SpecializedDecode.for_target(model, DecodeConfig(off=off))
+    counts = dict.fromkeys(("plain", "plain only", "finalize", "finalize only", "elsewhere"), 0)
+
+    def counting(name: str, kind: str) -> None:
+        original = getattr(AllReduceMHC, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            # The pre-mix follows x or the four of a MoE output, and residual, post and comb.
+            counts[f"{kind} only" if args[7 if kind == "finalize" else 4] is None else kind] += 1
+            return original(self, *args)
+
+        monkeypatch.setattr(AllReduceMHC, name, call)
+
+    counting("__call__", "plain")
+    counting("finalize", "finalize")
+    embedded = type(model.world).all_reduce
+
+    def all_reduce(self: Any, x: Tensor) -> Tensor:
+        counts["elsewhere"] += 1
+        return embedded(self, x)
+
+    monkeypatch.setattr(type(model.world), "all_reduce", all_reduce)
+    forward(model, prompt(5, 3), EagerGraphs().record(driver.state.context([slot], [5])))
+    return counts
+
+
+def test_a_step_reduces_twice_a_layer_inside_boundaries_and_sums_experts_there_at_every_layer(monkeypatch):
+    # Without a layer input: before the Engram layers 1 and 3, and after the last. The one sum elsewhere embeds.
+    wanted = {"plain": 8, "plain only": 0, "finalize": 5, "finalize only": 3, "elsewhere": 1}
+    assert reductions(monkeypatch) == wanted
+
+
+def test_with_the_deferred_sum_off_the_same_boundaries_take_sums(monkeypatch):
+    wanted = {"plain": 13, "plain only": 3, "finalize": 0, "finalize only": 0, "elsewhere": 1}
+    assert reductions(monkeypatch, off=("deferred_finalize",)) == wanted

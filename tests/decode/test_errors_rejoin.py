@@ -23,6 +23,8 @@ from quickseek.model.engram import Engram
 from quickseek.model.hyper_connections import HyperConnections
 from quickseek.model.moe import MixtureOfExperts
 from quickseek.ops.collectives import AllReduceMHC
+from quickseek.parallel.launch import spawn
+from quickseek.parallel.world import World
 
 PARTS: list[tuple[type, str, int]] = [
     (SpecializedDecode, "embed", 1),
@@ -165,3 +167,35 @@ def test_a_step_that_lost_a_rows_coefficients_is_seen(scene, monkeypatch):
         patch.setattr(BoundaryAllReduce, "__call__", without_pre)
         assert differs(scene.step()[0], scene.wanted[0])
     scene.assert_right()
+
+
+# ---------------------------------------------------------------------------------------------- two ranks
+
+RANK_PARTS = [(Boundaries, "sublayer", 3), (MixtureOfExperts, "shared_part", 2), (AllReduceMHC, "finalize", 4)]
+
+
+def fail_together(world: World) -> list[tuple[list[str], Tensor, Tensor]]:
+    """For each of ``RANK_PARTS``: what is open after all ranks failed in it, the next step, and what is right."""
+    torch.set_num_threads(1)
+    driver = Driver(build(config_of("tiny-tp"), world), max_requests=2)
+    assert (driver.state.acquire(), driver.state.acquire()) == (1, 2)
+    driver.feed({1: prompt(21), 2: prompt(10, 5)}, num_prefills=2)
+    ids = prompt(6, 9)
+    wanted = forward(driver.model, ids, driver.state.context([1, 2], [4, 2]))[0]
+    executor = SpecializedDecode.for_target(driver.model, DecodeConfig())
+    scene = Scene(driver, executor, ids, (wanted, []), wanted)
+    seen = []
+    for part in RANK_PARTS:
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch, *part)
+            with pytest.raises(Planted):
+                scene.step()
+        seen.append((executor.streams.open, scene.step()[0], wanted))
+    return seen
+
+
+def test_ranks_that_fail_together_go_on_together():
+    for seen in spawn(fail_together, 2):
+        for still_open, found, wanted in seen:
+            assert still_open == []
+            assert_float64(found, wanted)

@@ -11,6 +11,7 @@ from quickseek.decode.gates import GATES, PATHS
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import SoloWorld
 
+FEW = ((1,), (6, 2, 1))
 WITHOUT_ENGRAM = {"engram_layer_ids": (), "engram_num_embeddings": ()}
 
 
@@ -20,11 +21,11 @@ def assert_taken(pair: Pair, shapes: int, draft: bool = True) -> None:
     assert pair.open == []
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_degree_gives_the_stock_models_logits_at_every_gate_border(ranks):
-    pairs = spawn(both, ranks, timeout_s=400)
+@pytest.mark.parametrize(("ranks", "shapes", "changes"), [(2, BORDERS, {}), (4, BORDERS, {}), (2, FEW, WITHOUT_ENGRAM)])
+def test_every_degree_gives_the_stock_models_logits_at_every_gate_border(ranks, shapes, changes):
+    pairs = spawn(both, ranks, shapes, changes, timeout_s=400)
     for pair in pairs:
-        assert_taken(pair, len(BORDERS))
+        assert_taken(pair, len(shapes))
         assert_same(pair.executor, pair.stock)
         for ours, theirs in zip(pair.executor.logits, pairs[0].executor.logits, strict=True):
             assert_bits(ours, theirs)
