@@ -203,6 +203,18 @@ def test_options_are_checked_and_unknown_ones_refused(directory: Path) -> None:
         LLM(directory, mode="trained", dtype="float64")
 
 
+def test_small_files_are_checked_before_any_weight_is_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("quickseek.llm.load_model", read)
+    for options in ({"max_model_len": 1000}, {"num_speculative_tokens": 6}, {"kv_cache_memory_bytes": 1}):
+        with pytest.raises(ConfigError):
+            LLM(directory, **options)
+    with pytest.raises(AssertionError, match="weights were read"):
+        LLM(directory)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

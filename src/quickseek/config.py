@@ -427,7 +427,6 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     num_speculative_tokens: int = 0
-    gpu_memory_utilization: float = 0.9
     decode_backend: str = "auto"
     decode_paths_off: str = ""
     decoder_replay: bool = False
@@ -481,5 +480,4 @@ class EngineConfig:
         check("tensor_parallel_size", self.tensor_parallel_size in (1, 2, 4, 8), "1, 2, 4 or 8")
         check("max_model_len", self.max_model_len is None or self.max_model_len > 0, "a positive number of tokens")
         check("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
-        check("gpu_memory_utilization", 0.0 < self.gpu_memory_utilization <= 1.0, "a fraction in (0, 1]")
         check("decode_backend", self.decode_backend in DECODE_BACKENDS, f"one of {', '.join(DECODE_BACKENDS)}")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from quickseek.checkpoint.hub import resolve
 from quickseek.config import EngineConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.requirements import specialized_decode_config
@@ -22,7 +24,7 @@ from quickseek.engine.runner import Runner, RunnerOptions, Update
 from quickseek.errors import ConfigError, PromptError
 from quickseek.model.causal_lm import load_model
 from quickseek.numerics import Numerics
-from quickseek.parallel.world import World, default_world, require_agreement
+from quickseek.parallel.world import World, default_world, require_agreement, together
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.compressed_ids import check_compressed_count, compressed_id_table
 from quickseek.tokenizer.instructions import ToolsInstructions
@@ -36,7 +38,11 @@ PromptInput = str | Sequence[int]
 
 
 class LLM:
-    """A loaded model with its tokenizer. ``options``: the fields of ``EngineConfig``; an unknown one is a TypeError."""
+    """A loaded model with its tokenizer.
+
+    ``model``: a checkpoint directory, or a hub repository "owner/name". ``options``: the fields of ``EngineConfig``; an
+    unknown one is a TypeError.
+    """
 
     def __init__(self, model: str | Path, *, world: World | None = None, **options: Any) -> None:
         self.engine_config = EngineConfig(**options)
@@ -49,34 +55,44 @@ class LLM:
             raise NotImplementedError(f"LLM on device {config.device!r}: GPU forms of the operations")
         # Ranks decide alike because they were told alike; only the number of the device is a rank's own.
         require_agreement(self.world, {key: value for key, value in asdict(config).items() if key != "device"})
-        self.model, checkpoint = load_model(
-            model,
+        # What takes a moment to find wrong is read before the weights, which take minutes.
+        token_map = together(self.world, "reading the model's small files", lambda: self._read_files(model))
+        self._instructions: ToolsInstructions | None = None
+        self.model, _ = load_model(
+            self._directory,
             numerics_of(config),
             world=self.world,
             draft=config.num_speculative_tokens > 0,
             decoder_replay=config.decoder_replay,
         )
-        self.config = checkpoint.config
-        self.max_model_len = longest_context(config, self.config)
-        if config.num_speculative_tokens > self.config.dspark_block_size:
-            expected = f"at most the trained block size, {self.config.dspark_block_size}"
-            raise ConfigError("num_speculative_tokens", config.num_speculative_tokens, expected)
-        self.tokenizer = Tokenizer.from_directory(model, vocab_size=self.config.vocab_size)
-        for key, found in (("bos_token_id", self.tokenizer.bos_id), ("eos_token_id", self.tokenizer.eos_id)):
-            if found != getattr(self.config, key):
-                raise ConfigError(key, getattr(self.config, key), f"{found}, the tokenizer's", source=str(model))
-        self._instructions: ToolsInstructions | None = None
-        self._directory = Path(model)
-        if self.config.engram_layer_ids:
-            table = compressed_id_table(self.tokenizer, self.config.vocab_size)
-            check_compressed_count(table, self.config.engram_compressed_vocab_size)
-            self.model.set_token_map(table)
+        if token_map is not None:
+            self.model.set_token_map(token_map)
         # Before the caches are sized: what the executor keeps counts against the same memory.
         decode = specialized_decode_config(config, self.config, world=self.world)
         self.executor = None if decode is None else SpecializedDecode.for_target(self.model, decode)
         self.runner = self._runner()
         self._inboxes: dict[str, deque[Update]] = {}
         self._lock = threading.RLock()
+
+    def _read_files(self, model: str | Path) -> Tensor | None:
+        """Read configuration and tokenizer and check the options against them; the compressed ids, if any are used."""
+        options = self.engine_config
+        self._directory = resolve(model)
+        self.config = ModelConfig.from_file(self._directory)
+        self.max_model_len = longest_context(options, self.config)
+        if options.num_speculative_tokens > self.config.dspark_block_size:
+            expected = f"at most the trained block size, {self.config.dspark_block_size}"
+            raise ConfigError("num_speculative_tokens", options.num_speculative_tokens, expected)
+        memory_plan(options, self.config)
+        self.tokenizer = Tokenizer.from_directory(self._directory, vocab_size=self.config.vocab_size)
+        for key, found in (("bos_token_id", self.tokenizer.bos_id), ("eos_token_id", self.tokenizer.eos_id)):
+            if found != getattr(self.config, key):
+                raise ConfigError(key, getattr(self.config, key), f"{found}, the tokenizer's", source=str(model))
+        if not self.config.engram_layer_ids:
+            return None
+        table = compressed_id_table(self.tokenizer, self.config.vocab_size)
+        check_compressed_count(table, self.config.engram_compressed_vocab_size)
+        return table
 
     def _runner(self) -> Runner:
         config = self.engine_config

@@ -110,7 +110,11 @@ def run_machine(examples: int, steps: int) -> None:
     run_state_machine_as_test(
         ServiceMachine,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
