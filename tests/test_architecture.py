@@ -24,8 +24,6 @@ OPERATIONS = (
 KERNELS = {"cute", "triton"}
 MORE_FILES = {"sampling": {"adjust_reference", "verify_reference", "parameters", "philox"}, "collectives": None}
 """Folders with several references or kernels: the names of the others' files, None for any."""
-SHARED_BEHIND_A_DOOR = {"quickseek.ops.collectives.compiled"}
-"""How kernels are compiled once per shape: kernels of several operations use it."""
 TEST_FOLDERS_BESIDE_SRC = {"golden", "protocol", "gpu", "e2e", "compile"}
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|home|root|tmp|mnt|Users)/\w")
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
@@ -100,7 +98,7 @@ def behind_doors(sources: Sources) -> list[str]:
             folder = ".".join(parts[:3])
             inside = name == folder or name.startswith(f"{folder}.")
             behind = parts[1:2] == ["ops"] and len(parts) > 3 and parts[2] in OPERATIONS
-            if behind and not inside and target not in SHARED_BEHIND_A_DOOR:
+            if behind and not inside:
                 found.append(f"{name} imports {target}")
     return found
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from quickseek.ops.collectives import all_reduce, gather, stamp
 from quickseek.ops.collectives.boundary import BoundaryKernel
-from quickseek.ops.collectives.compiled import compile_kernel
 from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
+from quickseek.ops.compiled import compile_kernel
 from quickseek.ops.embedding import cute as embedding
 
 HIDDEN, STREAMS, CAPACITY = 5120, 4, 384

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from quickseek.ops.collectives.boundary import BoundaryKernel, fitting_threads
-from quickseek.ops.collectives.compiled import compiled, current_stream
 from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
 from quickseek.ops.collectives.push import GENERATIONS, form_of
 from quickseek.ops.collectives.spec import (
@@ -20,6 +19,7 @@ from quickseek.ops.collectives.spec import (
     require,
 )
 from quickseek.ops.collectives.thresholds import Thresholds, thresholds
+from quickseek.ops.compiled import compiled, current_stream
 from quickseek.parallel.fabric import Fabric, Mailbox
 from quickseek.parallel.watchdog import Watchdog
 

@@ -9,7 +9,6 @@ from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
 from quickseek.ops import ptx
-from quickseek.ops.collectives.compiled import compiled, current_stream
 from quickseek.ops.collectives.push import (
     ARRIVED,
     GENERATIONS,
@@ -21,6 +20,7 @@ from quickseek.ops.collectives.push import (
 )
 from quickseek.ops.collectives.spec import agree
 from quickseek.ops.collectives.wait import BoundedWait
+from quickseek.ops.compiled import compiled, current_stream
 from quickseek.parallel.fabric import Fabric
 from quickseek.parallel.watchdog import Watchdog
 

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
 from quickseek.ops import ptx
-from quickseek.ops.collectives.compiled import compiled, current_stream
+from quickseek.ops.compiled import compiled, current_stream
 
 THREADS = 128
 MAX_BLOCKS = 528
