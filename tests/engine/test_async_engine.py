@@ -13,6 +13,7 @@ from micro import GREEDY, alone, assert_nothing_leaks, make_request, make_runner
 from quickseek.engine.async_engine import AsyncEngine, EngineDead
 from quickseek.engine.runner import Update
 from quickseek.errors import PromptError
+from quickseek.sampling_params import SamplingParams
 
 T = TypeVar("T")
 PROMPTS = [[20 + i, 40 + i, 77] for i in range(6)]
@@ -225,3 +226,28 @@ def test_tasks_cancelled_at_any_await_leave_nothing_behind(seed: int) -> None:
         run(work)
     finally:
         engine.close()
+
+
+def test_a_slow_grammar_stalls_nobody_else(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, release = threading.Event(), threading.Event()
+
+    def slow(params: SamplingParams) -> None:
+        compiling.set()
+        assert release.wait(30)
+        original(params)
+
+    original = engine._runner.compile_grammar
+    monkeypatch.setattr(engine._runner, "compile_grammar", slow)
+
+    async def work() -> None:
+        params = SamplingParams(max_tokens=12, temperature=0.0, regex="[ab]{3}")
+        structured = asyncio.create_task(engine.generate(make_request(PROMPTS[0], params)))
+        await asyncio.to_thread(compiling.wait, 30)
+        monkeypatch.setattr(engine._runner, "compile_grammar", original)
+        assert (await engine.generate(make_request(PROMPTS[1]))).token_ids == alone(PROMPTS[1])
+        assert not structured.done()
+        release.set()
+        output = await structured
+        assert output.finish_reason == "stop" and set(output.text) <= {"a", "b"} and len(output.text) == 3
+
+    run(work)

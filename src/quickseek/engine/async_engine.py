@@ -52,16 +52,19 @@ class AsyncEngine:
         """Updates of a request as they come, the last one ``finished``; their one output grows as the engine runs on.
 
         ``timeout_s``: abort it if it has not finished by then; its last update says "abort". Raises what ``Runner.add``
-        raises, and EngineDead if the engine fails.
+        raises, and EngineDead if the engine fails. A grammar is compiled on another thread: the engine goes on.
         """
         loop = asyncio.get_running_loop()
+        started = loop.time()
+        if request.params.structure is not None:
+            await asyncio.to_thread(self._runner.compile_grammar, request.params)
         updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
         timer = None
         post = partial(_post, loop, updates.put_nowait)
         leave = _Command(lambda: self._leave(request.request_id, post))
         self._submit(_Command(lambda: self._add(request, post), post))
         if timeout_s is not None:
-            timer = loop.call_later(timeout_s, self._try_submit, leave)
+            timer = loop.call_at(started + timeout_s, self._try_submit, leave)
         finished = False
         try:
             while not finished:

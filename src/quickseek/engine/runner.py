@@ -1,5 +1,6 @@
 """The runner: carries out what the scheduler says, one tick after the other, and reads results one cycle late."""
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from quickseek.engine.slot_state import SlotState
 from quickseek.engine.tick import PrefillChunk, Restore
 from quickseek.model.causal_lm import CausalLM
 from quickseek.ops.rows import StepRows
+from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.tokenizer import Tokenizer
 
 
@@ -126,6 +128,7 @@ class Runner:
         self.cycle = Cycle(model, self.pools, self.state, drafts=self.drafts, sampled_drafts=options.sampled_drafts)
         self.answers: dict[str, Answer] = {}
         self._compiler: GrammarCompiler | None = None
+        self._compiling = threading.Lock()
         self._unread: deque[_Launched] = deque()
         self._batch = _Batch()
         self._proposed: dict[str, tuple[list[int], list[float]]] = {}
@@ -136,11 +139,22 @@ class Runner:
     def add(self, request: Request) -> None:
         """Queue a request; PromptError or ConfigError if it can never run."""
         request.params.check_vocabulary(self.config.vocab_size)
-        if request.params.structure is not None and self._compiler is None:
-            self._compiler = GrammarCompiler(self.tokenizer)
+        self.compile_grammar(request.params)
         answer = Answer(request, self.tokenizer, self._compiler)
         self.scheduler.add(request)
         self.answers[request.request_id] = answer
+
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Compile what ``params`` ask an answer to follow, so that ``add`` finds it done; from any thread.
+
+        ConfigError names the field that cannot be compiled.
+        """
+        if params.structure is None:
+            return
+        with self._compiling:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self.tokenizer)
+        self._compiler.compile(params)
 
     def abort(self, request_id: str) -> Update | None:
         """Drop a request at any moment; its last update, or None if it is not there (any more)."""
