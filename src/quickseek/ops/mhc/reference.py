@@ -33,10 +33,10 @@ def mixes_of(projected: Tensor, scale: Tensor, base: Tensor, hc_eps: float, iter
     logits = torch.addcmul(base, projected, scale.repeat_interleave(widths))
     gates = torch.sigmoid(logits[:, : 2 * n])
     comb = torch.softmax(logits[:, 2 * n :].unflatten(1, (n, n)), -1) + hc_eps
-    comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
+    comb = comb / comb.sum(1, keepdim=True).add_(hc_eps)
     for _ in range(iterations - 1):
-        comb = comb / (comb.sum(2, keepdim=True) + hc_eps)
-        comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
+        comb = comb / comb.sum(2, keepdim=True).add_(hc_eps)
+        comb = comb / comb.sum(1, keepdim=True).add_(hc_eps)
     return Mixes(pre=gates[:, :n] + hc_eps, post=2 * gates[:, n:], comb=comb)
 
 
