@@ -23,10 +23,10 @@ from torch import Tensor
 
 from quickseek.ops.collectives import AllReduceMHC, LamportAllGather
 from quickseek.ops.collectives.all_reduce import FusedAllReduceMHC
-from quickseek.ops.collectives.compiled import compiled, current_stream
 from quickseek.ops.collectives.reference import mhc_boundary
 from quickseek.ops.collectives.spec import Boundary, Routed
 from quickseek.ops.collectives.stamp import ARGUMENTS, StampKernel
+from quickseek.ops.compiled import compiled, current_stream
 from quickseek.ops.embedding import embed_streams
 from quickseek.ops.quantize import mxfp8_scale_bytes
 from quickseek.parallel.fabric import SymmetricFabric, VirtualFabric

@@ -295,3 +295,33 @@ def test_every_benchmark_is_listed_with_its_question() -> None:
     page = written()["docs/testing.md"]
     names = [path.name for path in (ROOT / "benchmarks").glob("*.py")]
     assert names and not [name for name in names if f"benchmarks/{name}" not in page]
+
+
+def absent_imports(sources: Sources) -> list[str]:
+    """Imports of the package's modules, in any Python file, that name a module or a thing of it that is not there."""
+    modules, found = package(), []
+    for path, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("quickseek"):
+                continue
+            module = node.module or ""
+            if module not in modules:
+                found.append(f"{path} imports {module}")
+                continue
+            found += [
+                f"{path} imports {alias.name} from {module}"
+                for alias in node.names
+                if f"{module}.{alias.name}" not in modules and not re.search(rf"\b{alias.name}\b", modules[module])
+            ]
+    return found
+
+
+def test_every_import_of_ours_names_what_is_there() -> None:
+    """Also where no test runs the file: benchmarks, and tests that need a GPU."""
+    files = {path: text for path, text in written().items() if path.endswith(".py")}
+    assert absent_imports(files) == []
+    planted = {
+        "benchmarks/a.py": "from quickseek.ops.nowhere import thing",
+        "b.py": "from quickseek.errors import Nothing",
+    }
+    assert len(absent_imports(planted)) == 2
