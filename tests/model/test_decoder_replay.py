@@ -122,7 +122,7 @@ def by_hand(ids: Tensor, last: int) -> Tensor:
     forward(model, ids, context)
     handle.remove()
     dead = torch.zeros(len(ids), dtype=torch.bool)
-    shared = backbone._share(context, dead)
+    shared = backbone.share(context, dead)
     streams, pre = (tensor[-last:] for tensor in entering[0])
     turn = shared.turns[True][torch.arange(len(ids) - last, len(ids))]
     part = driver.state.context([slot], [len(ids)])

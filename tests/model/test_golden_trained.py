@@ -107,7 +107,7 @@ def one_layer(model: CausalLM, number: int, *, force: bool) -> dict[str, Tensor]
     want, config = golden("exact.len64"), model.config
     batch = Batch(model)
     context = batch.state.context(batch.slots, [64])
-    shared = model.backbone._share(context, torch.zeros(64, dtype=torch.bool))
+    shared = model.backbone.share(context, torch.zeros(64, dtype=torch.bool))
     layer = model.backbone.layers[number]
     assert isinstance(layer, Layer)
     source = config.kv_source(number)

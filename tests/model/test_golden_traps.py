@@ -251,7 +251,7 @@ MISTAKES = [
     Mistake("YaRN also on ratio-0 layers", 7, 3.0e-2, where=backbone_module, name="rotary_frequencies",
             wrong=yarn_everywhere),
     Mistake("theta 10000 for all window KV", 7, 4.2e-2, where=Attention, name="latents", wrong=window_without_yarn),
-    Mistake("rotation of the last token of a group", 7, 2.2e-2, where=backbone_module.DeepseekV4Model, name="_share",
+    Mistake("rotation of the last token of a group", 7, 2.2e-2, where=backbone_module.DeepseekV4Model, name="share",
             wrong=last_token_of_group),
     Mistake("no sink", 7, 4.4e-1, where=attention_op, name="sink_softmax",
             wrong=arguments(lambda q, k, seen, sinks: (q, k, seen, torch.full_like(sinks, -torch.inf)))),
