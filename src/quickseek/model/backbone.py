@@ -142,9 +142,7 @@ class DeepseekV4Model(nn.Module):
         shared = self.share(context, dead)
         if intermediate_tensors is None:
             x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-            streams = x.to(self.numerics.dtype).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
-            pre = torch.zeros(x.shape[0], self.config.hc_mult, dtype=self.numerics.wide, device=x.device)
-            pre[:, 0] = 1.0
+            streams, pre = mhc.first_streams(x.to(self.numerics.dtype), self.config.hc_mult)
         else:
             streams, pre = intermediate_tensors.hidden_states, intermediate_tensors.pre_mix
         if streams.shape[0] != rows.positions.shape[0]:
@@ -166,12 +164,11 @@ class DeepseekV4Model(nn.Module):
             assert isinstance(module, Layer)
             if module.engram is not None:
                 streams = module.engram(streams, embeddings[module.layer], dead)
-            replays_here = replay is not None and module.layer == self.config.decoder_start
             if module.layer in self.aux_hidden_state_layers:
-                trims = replay is not None and module.layer <= self.config.decoder_start
-                entering = streams[replay.kept] if trims and replay is not None else streams
+                trims = replay if module.layer <= self.config.decoder_start else None
+                entering = streams if trims is None else streams[trims.kept]
                 aux[module.layer] = mhc.stream_mean(entering)
-            if replay is not None and replays_here:
+            if replay is not None and module.layer == self.config.decoder_start:
                 streams, pre, shared = replay.cut(module, streams, pre, shared, context)
             else:
                 equal = module.layer == 0 and module.engram is None and module.hc_attn.broadcast_fn is not None

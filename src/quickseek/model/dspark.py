@@ -118,9 +118,7 @@ class DraftHead(nn.Module):
         step = self.executor.plan(x.shape[0], context=context) if self.executor else None
         if step is not None:
             return step.run(x, shared)
-        streams = x.unsqueeze(1).expand(-1, config.hc_mult, -1)
-        pre = torch.zeros(streams.shape[0], config.hc_mult, dtype=self.numerics.wide, device=device)
-        pre[:, 0] = 1.0
+        streams, pre = mhc.first_streams(x, config.hc_mult)
         for stage in self.stages:
             streams, pre = stage(streams, pre, shared, context)
         return mhc.collapse(streams, pre)

@@ -144,3 +144,12 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         door.post(streams, normal(2, 5), Mixes(base, base, base))
     with pytest.raises(ValueError, match="pre has shape"):
         door.collapse(streams, normal(2, 3))
+
+
+def test_first_streams_are_copies_that_the_pre_mix_collapses_to_the_row_itself() -> None:
+    x = torch.randn(3, 5, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+    streams, pre = door.first_streams(x, 4)
+    assert streams.shape == (3, 4, 5) and pre.dtype == torch.float32
+    assert all(torch.equal(streams[:, copy], x) for copy in range(4))
+    assert torch.equal(door.collapse(streams, pre), x)
+    assert not torch.equal(door.collapse(streams, pre.roll(1, -1) * 2), x)

@@ -138,3 +138,10 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         door.rms_norm(torch.zeros(2, 4), torch.ones(3), 0.0)
     with pytest.raises(ValueError, match=r"cos has shape"):
         door.apply_rope(torch.zeros(2, 64), door.rotation(torch.arange(3), frequencies()[0]))
+
+
+def test_frequencies_made_in_inference_or_on_meta_serve_training_on_a_cpu() -> None:
+    with torch.inference_mode(), torch.device("meta"):
+        made = door.rotary_frequencies(4, 123.0, dtype=torch.float64)
+    assert made.device.type == "cpu" and not made.is_inference()
+    assert made is door.rotary_frequencies(4, 123.0, dtype=torch.float64), "computed for every forward"

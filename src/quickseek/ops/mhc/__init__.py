@@ -30,6 +30,12 @@ def coefficients(
     return reference.coefficients(streams, fn, scale, base, norm_eps, hc_eps, iterations, hc_mult)
 
 
+def first_streams(x: Tensor, hc_mult: int) -> tuple[Tensor, Tensor]:
+    """Streams [T, n, H], a view of n copies of x [T, H], and the pre-mix [T, n] that picks the first (spec 5.1)."""
+    expect_shape("x", x, [None, None])
+    return reference.first_streams(x, hc_mult)
+
+
 def post(streams: Tensor, output: Tensor, mixes: Mixes) -> Tensor:
     """New streams [T, n, H]: ``post[j] * output + sum_i comb[i, j] * streams[i]``, rounded once (spec 5.3)."""
     expect_shape("output", output, [streams.shape[0], streams.shape[2]])

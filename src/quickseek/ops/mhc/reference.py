@@ -29,8 +29,8 @@ def coefficients(
 def mixes_of(projected: Tensor, scale: Tensor, base: Tensor, hc_eps: float, iterations: int, n: int) -> Mixes:
     """Coefficients of RMS-scaled projections [T, n(n+2)]: two gates, and Sinkhorn ending on columns (spec 5.2)."""
     scale, base = scale.to(projected.dtype), base.to(projected.dtype)
-    widths = torch.tensor((n, n, n * n), device=projected.device)
-    logits = torch.addcmul(base, projected, scale.repeat_interleave(widths))
+    scales = torch.cat((scale[0].expand(n), scale[1].expand(n), scale[2].expand(n * n)))
+    logits = torch.addcmul(base, projected, scales)
     gates = torch.sigmoid(logits[:, : 2 * n])
     comb = torch.softmax(logits[:, 2 * n :].unflatten(1, (n, n)), -1) + hc_eps
     comb = comb / comb.sum(1, keepdim=True).add_(hc_eps)
@@ -38,6 +38,12 @@ def mixes_of(projected: Tensor, scale: Tensor, base: Tensor, hc_eps: float, iter
         comb = comb / comb.sum(2, keepdim=True).add_(hc_eps)
         comb = comb / comb.sum(1, keepdim=True).add_(hc_eps)
     return Mixes(pre=gates[:, :n] + hc_eps, post=2 * gates[:, n:], comb=comb)
+
+
+def first_streams(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    pre = torch.zeros(x.shape[0], n, dtype=wide_dtype(x.dtype), device=x.device)
+    pre[:, 0] = 1.0
+    return x.unsqueeze(1).expand(-1, n, -1), pre
 
 
 def post(streams: Tensor, output: Tensor, mixes: Mixes) -> Tensor:

@@ -1,5 +1,7 @@
 """RMSNorm and the rotary embedding (spec/model.md 6.1, 6.2)."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return reference.rms_norm(x, weight, eps)
 
 
+@cache
 def rotary_frequencies(
     width: int,
     theta: float,
@@ -24,8 +27,13 @@ def rotary_frequencies(
     beta_slow: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Angle per position [width/2] in ``dtype``; ``factor`` not 1 applies YaRN without magnitude scaling (spec 6.2)."""
-    return reference.rotary_frequencies(width, theta, factor, original_length, beta_fast, beta_slow).to(dtype)
+    """Angle per position [width/2] in ``dtype``; ``factor`` not 1 applies YaRN without magnitude scaling (spec 6.2).
+
+    On the CPU, computed once and shared: not to be written to.
+    """
+    # Every forward asks for the same few, in inference or in training.
+    with torch.inference_mode(False):
+        return reference.rotary_frequencies(width, theta, factor, original_length, beta_fast, beta_slow).to(dtype)
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:

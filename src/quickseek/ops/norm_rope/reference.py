@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary_frequencies(
     width: int, theta: float, factor: float, original_length: int, beta_fast: float, beta_slow: float
 ) -> Tensor:
-    pairs = torch.arange(width // 2, dtype=torch.float64)
+    pairs = torch.arange(width // 2, dtype=torch.float64, device="cpu")
     frequencies = theta ** (-2.0 * pairs / width)
     if factor == 1.0:
         return frequencies
