@@ -130,3 +130,8 @@ def test_a_token_id_beyond_the_vocabulary_is_named() -> None:
         SamplingParams(logit_bias={10: 1}).check_vocabulary(10)
     with pytest.raises(ConfigError, match="stop_token_ids"):
         SamplingParams(stop_token_ids=[10]).check_vocabulary(10)
+
+
+def test_the_end_token_is_among_the_ends_unless_it_is_ignored() -> None:
+    assert SamplingParams(stop_token_ids=[5, 6]).ends(1) == (5, 6, 1)
+    assert SamplingParams(stop_token_ids=[5], ignore_eos=True).ends(1) == (5,)

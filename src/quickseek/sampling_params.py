@@ -87,6 +87,10 @@ class SamplingParams:
         """Whether the host fills a mask of allowed tokens for each row (``engine/grammar.py``)."""
         return self.structure is not None or self.thinking_token_budget is not None
 
+    def ends(self, eos_token_id: int) -> tuple[int, ...]:
+        """The ids that end an answer: its stop ids, and the end token unless that is ignored."""
+        return (*self.stop_token_ids, *(() if self.ignore_eos else (eos_token_id,)))
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """ConfigError naming the field that holds a token id of ``vocab_size`` or more."""
         for name in ("logit_bias", "stop_token_ids"):

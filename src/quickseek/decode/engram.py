@@ -6,7 +6,6 @@ from torch import Tensor
 
 from quickseek.decode.streams import SideStream
 from quickseek.model.engram import Engram
-from quickseek.ops import engram as engram_op
 
 
 class EngramPrefetch:
@@ -41,8 +40,7 @@ class EngramPrefetch:
             out: Tensor = engram(streams, heads, mask)
             return out
         self.side.join()
-        eps = engram.config.rms_norm_eps
-        return engram_op.inject(streams, key_value, engram.q_weight, engram.k_weight, mask, eps)
+        return engram.inject(streams, key_value, mask)
 
     def join(self) -> None:
         """End a step, however it ends: wait for projections that nobody used."""

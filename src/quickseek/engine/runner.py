@@ -365,15 +365,11 @@ class Runner:
         if rows_ran:
             self.scheduler.committed(request, len(tokens))
         if finished:
-            request.finish_reason = "stop" if self._ends(request, tokens[-1]) else "length"
+            request.finish_reason = "stop" if tokens[-1] in request.params.ends(self.config.eos_token_id) else "length"
             self.scheduler.finish(request)
             return self._end(answer, request.finish_reason, text=text)
         answer.output.cached_tokens = request.cached_tokens
         return Update(text, answer.output)
-
-    def _ends(self, request: Request, token: int) -> bool:
-        params = request.params
-        return token in params.stop_token_ids or (token == self.config.eos_token_id and not params.ignore_eos)
 
     def _end(self, answer: Answer, reason: str, error: str | None = None, text: str = "") -> Update:
         request = answer.request

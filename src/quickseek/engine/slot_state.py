@@ -24,7 +24,7 @@ class SlotState:
     """
 
     def __init__(self, config: ModelConfig, num_slots: int, drafts: int, device: torch.device) -> None:
-        self.drafts_per_step, self.device = drafts, device
+        self.device = device
 
         def integers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full((num_slots, *shape), fill, dtype=torch.int64, device=device)
@@ -59,7 +59,7 @@ class SlotState:
         self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
         self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
         self.repetition[slot] = params.repetition_penalty
-        ends = list(params.stop_token_ids) + ([] if params.ignore_eos else [self.eos_token_id])
+        ends = params.ends(self.eos_token_id)
         self.ends[slot] = -1
         self.ends[slot, : len(ends)] = torch.tensor(ends, dtype=torch.int64)
         self.bias_ids[slot] = -1
@@ -125,6 +125,6 @@ class SlotState:
         if rows_ran:
             self.lengths[slots] += count
         self.finished[slots] |= (ends & taken).any(1)
-        flat = slots.unsqueeze(1).expand_as(tokens)[:, :] * self.output_counts.shape[1] + tokens.clamp_min(0)
+        flat = slots.unsqueeze(1) * self.output_counts.shape[1] + tokens.clamp_min(0)
         self.output_counts.view(-1).index_add_(0, flat.flatten(), taken.flatten().to(torch.int32))
         return count

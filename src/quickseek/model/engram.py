@@ -37,7 +37,10 @@ class Engram(nn.Module):
 
     def forward(self, streams: Tensor, embedding: Tensor, dead: Tensor) -> Tensor:
         """Streams [T, n, H] with the gated memory added; ``embedding``: gathered rows, ``dead`` bool [T]."""
-        key_value = self.wkv(embedding)
+        return self.inject(streams, self.wkv(embedding), dead)
+
+    def inject(self, streams: Tensor, key_value: Tensor, dead: Tensor) -> Tensor:
+        """``forward`` from the projection ``key_value`` [T, (n + 1) * H] of the gathered rows on."""
         return engram_op.inject(streams, key_value, self.q_weight, self.k_weight, dead, self.config.rms_norm_eps)
 
     def load(self, loader: WeightLoader, prefix: str) -> None:
