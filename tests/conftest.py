@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+import interpreter  # before anything that defines kernels
+
+# isort: split
 import golden_data
 from quickseek.model.causal_lm import CausalLM
 
@@ -32,3 +35,9 @@ def released_model() -> CausalLM:
 def tiny_model() -> CausalLM:
     """The miniature of spec/model.md 15 in float64, from its unquantised weights."""
     return golden_data.tiny_model()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where tests of kernels run: the GPU, or the CPU by the interpreter."""
+    return torch.device("cpu" if interpreter.INTERPRETED or not torch.cuda.is_available() else "cuda")

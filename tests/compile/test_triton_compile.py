@@ -1,0 +1,45 @@
+"""The Triton kernels compile for Hopper and Blackwell, in released shapes, on a machine without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LAUNCHES = sorted(HERE.glob("launches_*.py"))
+LARGEST_SHARED = 227 * 1024
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.mark.parametrize("capability", [90, 100, 103])
+@pytest.mark.parametrize("file", LAUNCHES, ids=lambda file: file.stem)
+def test_every_launch_compiles(file: Path, capability: int) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "triton_launches.py"), str(capability), str(file)],
+        capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    calls = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert calls, "the file launches nothing"
+    for call in calls:
+        assert call["kernels"], f"{call['name']} launched no kernel"
+        for kernel in call["kernels"]:
+            assert kernel["shared"] <= LARGEST_SHARED, f"{call['name']}: {kernel}"
+
+
+def test_a_kernel_that_cannot_be_compiled_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "launches_wrong.py"
+    file.write_text(
+        "import torch, triton, triton.language as tl\n"
+        "@triton.jit\n"
+        "def wrong(x):\n"
+        "    tl.store(x, tl.no_such_thing())\n"
+        "def launches():\n"
+        "    return {'wrong': lambda: wrong[(1,)](torch.zeros(1))}\n"
+    )
+    with pytest.raises(AssertionError, match="no_such_thing"):
+        test_every_launch_compiles(file, 90)
