@@ -55,7 +55,7 @@ def pow2ceil_exponent(value):
 
 @triton.jit
 def largest_magnitude(groups):
-    """Largest magnitude along the last dimension of FP32 [..., group]; NaN counts as 0, infinity as the largest number."""
+    """Largest magnitude along the last dimension of FP32 [..., group]; NaN counts as 0, infinity as FP32's largest."""
     magnitude = tl.where(groups != groups, 0.0, tl.abs(groups))
     return tl.max(tl.minimum(magnitude, 3.4028234663852886e38), -1)
 
