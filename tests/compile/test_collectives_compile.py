@@ -65,3 +65,14 @@ def test_every_loop_that_polls_looks_at_the_timer_and_none_reads_a_cache() -> No
 def test_an_unknown_architecture_does_not_pass() -> None:
     with pytest.raises(AssertionError):
         compile_all("sm_1a")
+
+
+def test_a_group_of_arguments_holds_typed_numbers_only() -> None:
+    """Launchers drop plain numbers within a tuple, so each member must carry its type."""
+    script = (
+        "from quickseek.ops.compiled import typed; from quickseek.ops.collectives.push import Exchange; "
+        "full = typed(Exchange, *range(8)); plain = Exchange(*range(8)); "
+        "print(*(sum(hasattr(one, '__c_pointers__') for one in group) for group in (full, plain)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split() == ["8", "0"], done.stderr[-1000:]

@@ -1,6 +1,7 @@
 """Compiled kernels, one a configuration and device kind, shared by all instances of a process."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import cutlass.cute as cute
 import torch
@@ -8,14 +9,18 @@ from cuda.bindings import driver
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
+Group = TypeVar("Group", bound=tuple[Any, ...])
+Arguments = Sequence[str | type[tuple[Any, ...]]]
+"""The arguments of a kernel before the stream: a letter for each, a(ddress or other 64-bit integer), i(nt32), f(loat),
+or a NamedTuple of such types that travel together."""
+
+KINDS = {"a": Int64, "i": Int32, "f": Float32}
+
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def compiled(kernel: type, arguments: str, device: torch.device, **configuration: Any) -> Any:
-    """The launcher of ``kernel(**configuration)``, compiled on first use for the device's architecture.
-
-    ``arguments``: a letter for each argument before the stream: a(ddress or other 64-bit integer), i(nt32), f(loat).
-    """
+def compiled(kernel: type, arguments: Arguments, device: torch.device, **configuration: Any) -> Any:
+    """The launcher of ``kernel(**configuration)``, compiled on first use for the device's architecture."""
     key = (kernel, arguments, torch.cuda.get_device_capability(device), *sorted(configuration.items()))
     if key not in _compiled:
         with torch.cuda.device(device):
@@ -23,11 +28,20 @@ def compiled(kernel: type, arguments: str, device: torch.device, **configuration
     return _compiled[key]
 
 
-def compile_kernel(kernel: Any, arguments: str, options: str = "") -> Any:
+def compile_kernel(kernel: Any, arguments: Arguments, options: str = "") -> Any:
     """A launcher for the architecture of the current device or, without one, of CUTE_DSL_ARCH."""
-    makers = {"a": lambda: Int64(0), "i": lambda: Int32(0), "f": lambda: Float32(0.0)}
-    stand_ins = [makers[letter]() for letter in arguments]
+    stand_ins = [
+        KINDS[one](0) if isinstance(one, str) else typed(one, *[0] * len(one.__annotations__)) for one in arguments
+    ]
     return cute.compile(kernel, *stand_ins, make_fake_stream(), **({"options": options} if options else {}))
+
+
+def typed(group: type[Group], *values: float) -> Group:
+    """A NamedTuple of kernel arguments from plain numbers in its order.
+
+    Launchers convert plain numbers that stand alone, but drop those within a tuple without a word.
+    """
+    return group(*(kind(value) for kind, value in zip(group.__annotations__.values(), values, strict=True)))
 
 
 def current_stream(device: torch.device) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quickseek.ops.collectives.boundary import BoundaryKernel, fitting_threads
+from quickseek.ops.collectives.boundary import BoundaryKernel, Operands, fitting_threads
 from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
-from quickseek.ops.collectives.push import GENERATIONS, form_of
+from quickseek.ops.collectives.push import GENERATIONS, Contribution, Exchange, form_of
 from quickseek.ops.collectives.spec import (
     AllReduceShape,
     Boundary,
@@ -19,7 +19,7 @@ from quickseek.ops.collectives.spec import (
     require,
 )
 from quickseek.ops.collectives.thresholds import Thresholds, thresholds
-from quickseek.ops.compiled import compiled, current_stream
+from quickseek.ops.compiled import compiled, current_stream, typed
 from quickseek.parallel.fabric import Fabric, Mailbox
 from quickseek.parallel.watchdog import Watchdog
 
@@ -28,9 +28,9 @@ STATE_WORDS = 4
 SPARE_THREADS = 128
 """Threads' worth of every multiprocessor that waiting blocks leave free, for a gather on another CUDA stream."""
 
-BOUNDARY_ARGUMENTS = "a" * 9 + "f" + "a" * 10 + "iiii"
-PUBLISH_ARGUMENTS = "a" * 7 + "ii"
-OWNER_ARGUMENTS = "a" * 6 + "iii"
+BOUNDARY_ARGUMENTS = (Contribution, Operands, Exchange, "i", "i")
+PUBLISH_ARGUMENTS = (Contribution, Exchange, "i")
+OWNER_ARGUMENTS = (Exchange, "i")
 
 
 class FusedAllReduceMHC:
@@ -77,15 +77,28 @@ class FusedAllReduceMHC:
         self.one_shot_capacity = min(capacity, max(self.bt_min_rows, self.bt_min_finalize_rows) - 1)
         self.watchdog = Watchdog.of(self.fabric)
         self.instance = self.watchdog.register(self)
-        self.budget = int(self.shape.timeout_s * 1e9)
+        self.one_shot_state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
+        self.two_shot_state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
         self.mailboxes: list[Mailbox] = []
+        # What the kernels are told of their peers; one rank alone has none to be told of.
+        self.exchange: dict[str, Exchange] = {"fused": typed(Exchange, *[0] * 8)}
         if self.ranks > 1:
             self.one_shot = self._mailbox(self.ranks, max(1, self.one_shot_capacity), hidden)
+            one_shot = self._exchange(self.one_shot, self.one_shot, self.one_shot_state)
+            self.exchange = dict.fromkeys(("publish", "fused", "collect"), one_shot)
             if self.two_shot_built:
                 self.contributions = self._mailbox(self.ranks, -(-capacity // self.ranks), hidden)
                 self.reduced = self._mailbox(1, capacity, hidden)
-        self.one_shot_state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        self.two_shot_state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
+                state = self.two_shot_state
+                self.exchange["contribute"] = self._exchange(self.contributions, self.contributions, state)
+                self.exchange["own"] = self._exchange(self.contributions, self.reduced, state)
+                self.exchange["reduced"] = self._exchange(self.reduced, self.reduced, state)
+
+    def _exchange(self, read: Mailbox, written: Mailbox, state: Tensor) -> Exchange:
+        return typed(
+            Exchange, read.local.data_ptr(), written.peer_pointers.data_ptr(), written.multicast_pointer,
+            state.data_ptr(), self.watchdog.control, int(self.shape.timeout_s * 1e9), self.instance, self.fabric.rank,
+        )  # fmt: skip
 
     def _mailbox(self, sources: int, capacity: int, hidden: int) -> Mailbox:
         mailbox = self.fabric.allocate([GENERATIONS, sources, capacity, hidden], torch.bfloat16)
@@ -194,15 +207,10 @@ class FusedAllReduceMHC:
         self._check_idle()
         rows = x.shape[0]
         two_shot = rows >= self._two_shot_from(routed)
-        mailbox = None if self.ranks == 1 else self.contributions if two_shot else self.one_shot
-        require(mailbox is not None, "one rank has no mailbox to publish into: call the collective itself")
-        assert mailbox is not None
+        require(self.ranks > 1, "one rank has no mailbox to publish into: call the collective itself")
         kernel = self._publish_kernel(0 if routed is None else self.shape.top_k, two_shot=two_shot)
-        state = self.two_shot_state if two_shot else self.one_shot_state
-        kernel(
-            x.data_ptr(), *_routes(routed), mailbox.peer_pointers.data_ptr(), mailbox.multicast_pointer,
-            state.data_ptr(), self.fabric.rank, rows, current_stream(self.device),
-        )  # fmt: skip
+        exchange = self.exchange["contribute" if two_shot else "publish"]
+        kernel(_contribution(x, routed), exchange, rows, current_stream(self.device))
         self._pending = (rows, two_shot)
 
     def published_rows(self) -> int:
@@ -218,11 +226,7 @@ class FusedAllReduceMHC:
         """Two-shot only: sum the tokens that this rank owns and send the sums to every rank."""
         rows, two_shot = self._published()
         if two_shot:
-            self._owner_kernel()(
-                self.contributions.local.data_ptr(), self.reduced.peer_pointers.data_ptr(),
-                self.reduced.multicast_pointer, self.two_shot_state.data_ptr(), self.watchdog.control, self.budget,
-                self.instance, self.fabric.rank, rows, current_stream(self.device),
-            )  # fmt: skip
+            self._owner_kernel()(self.exchange["own"], rows, current_stream(self.device))
 
     def collect(self, boundary: Boundary) -> Result:
         """Wait for the ranks' contributions to the published rows and carry their sum over the boundary."""
@@ -242,20 +246,13 @@ class FusedAllReduceMHC:
         kernel = self._boundary_kernel(source, kind, 0 if routed is None else self.shape.top_k, looped)
         streams = torch.empty_like(boundary.residual)
         output = None if pre is None else streams.new_empty(rows, self.shape.hidden_size)
-        mailbox = None if self.ranks == 1 else self.reduced if source == "reduced" else self.one_shot
-        state = self.two_shot_state if source == "reduced" else self.one_shot_state
         values, scales = mxfp8 if mxfp8 is not None else (None, None)
-        kernel(
-            _address(x), *_routes(routed),
-            boundary.residual.data_ptr(), boundary.post.data_ptr(), boundary.comb.data_ptr(), _address(pre),
+        operands = typed(
+            Operands, boundary.residual.data_ptr(), boundary.post.data_ptr(), boundary.comb.data_ptr(), _address(pre),
             _address(norm), boundary.norm_eps, streams.data_ptr(), _address(output), _address(values), _address(scales),
-            0 if mailbox is None else mailbox.local.data_ptr(),
-            0 if mailbox is None else mailbox.peer_pointers.data_ptr(),
-            0 if mailbox is None else mailbox.multicast_pointer,
-            state.data_ptr(), self.watchdog.control, self.budget, self.instance, self.fabric.rank, rows,
-            clusters,
-            current_stream(self.device),
         )  # fmt: skip
+        given = _contribution(x, routed)
+        kernel(given, operands, self.exchange[source], rows, clusters, current_stream(self.device))
         return streams, output
 
     def publish_target(self, rows: int) -> PublishTarget:
@@ -281,11 +278,10 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _routes(routed: Routed | None) -> tuple[int, int, int]:
+def _contribution(x: Tensor | None, routed: Routed | None) -> Contribution:
     if routed is None:
-        return 0, 0, 0
-    return (
-        routed.gemm2_permuted.data_ptr(),
-        routed.expert_weights.data_ptr(),
+        return typed(Contribution, _address(x), 0, 0, 0)
+    return typed(
+        Contribution, _address(x), routed.gemm2_permuted.data_ptr(), routed.expert_weights.data_ptr(),
         routed.expanded_idx_to_permuted_idx.data_ptr(),
-    )
+    )  # fmt: skip

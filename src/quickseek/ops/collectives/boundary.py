@@ -4,7 +4,7 @@ One body, three sources: "collect" polls the one-shot mailbox, "reduced" polls t
 "fused" publishes this rank's contribution itself and needs all its blocks resident. All give the same bits.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,14 +13,19 @@ from cutlass import Float32, Int32, Int64, Uint32
 from quickseek.ops import ptx
 from quickseek.ops.collectives.push import (
     ACTIVE,
-    ARRIVED,
     FRAGMENT,
     NEXT,
     SENTINEL,
+    Contribution,
+    Exchange,
+    Turn,
+    arrive,
+    current_turn,
+    depart,
     finalized,
     load_peers,
     load_routes,
-    next_generation,
+    next_turn,
     push_everywhere,
     rank_sum,
     sanitised,
@@ -33,6 +38,28 @@ A8_FLOOR = 1e-4
 A8_RECIPROCAL = float.fromhex("0x1.24924ap-9")
 """FP32 1/448 (bits 0x3B124925)."""
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
+
+
+class Operands(NamedTuple):
+    """Addresses of a boundary's inputs and outputs, 0 for those that its kind lacks, and the epsilon of its norm."""
+
+    residual: Int64
+    post: Int64
+    comb: Int64
+    pre: Int64
+    gamma: Int64
+    epsilon: Float32
+    streams: Int64
+    output: Int64
+    values: Int64
+    scales: Int64
+
+
+class Place(NamedTuple):
+    """Where a thread is: its block in the cluster, itself in the block."""
+
+    block: Any
+    thread: Any
 
 
 def fitting_threads(ranks: int, trips: int, looped: bool) -> int:
@@ -83,71 +110,24 @@ class BoundaryKernel:
     @cute.jit
     def __call__(
         self,
-        x: Int64,
-        gemm2: Int64,
-        weights: Int64,
-        indices: Int64,
-        residual: Int64,
-        post: Int64,
-        comb: Int64,
-        pre: Int64,
-        gamma: Int64,
-        epsilon: Float32,
-        streams: Int64,
-        output: Int64,
-        values: Int64,
-        scales: Int64,
-        mailbox: Int64,
-        table: Int64,
-        multicast: Int64,
-        state: Int64,
-        control: Int64,
-        budget: Int64,
-        instance: Int32,
-        rank: Int32,
+        given: Contribution,
+        operands: Operands,
+        exchange: Exchange,
         rows: Int32,
         clusters: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(
-            x, gemm2, weights, indices, residual, post, comb, pre, gamma, epsilon, streams, output, values, scales,
-            mailbox, table, multicast, state, control, budget, instance, rank, rows, clusters,
-        ).launch(
+        self.kernel(given, operands, exchange, rows, clusters).launch(
             grid=(clusters, self.cluster, 1), block=(self.threads, 1, 1), cluster=(1, self.cluster, 1),
             min_blocks_per_mp=max(1, fitting_threads(self.ranks, self.trips, self.looped) // self.threads),
             preferred_smem_carveout=0, stream=stream, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(
-        self,
-        x: Int64,
-        gemm2: Int64,
-        weights: Int64,
-        indices: Int64,
-        residual: Int64,
-        post: Int64,
-        comb: Int64,
-        pre: Int64,
-        gamma: Int64,
-        epsilon: Float32,
-        streams: Int64,
-        output: Int64,
-        values: Int64,
-        scales: Int64,
-        mailbox: Int64,
-        table: Int64,
-        multicast: Int64,
-        state: Int64,
-        control: Int64,
-        budget: Int64,
-        instance: Int32,
-        rank: Int32,
-        rows: Int32,
-        clusters: Int32,
-    ) -> None:
+    def kernel(self, given: Contribution, operands: Operands, exchange: Exchange, rows: Int32, clusters: Int32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         first, block, _ = cute.arch.block_idx()
+        here = Place(block, thread)
         cute.arch.griddepcontrol_launch_dependents()
         partials = Int32(0)
         barriers = Int32(0)
@@ -160,52 +140,51 @@ class BoundaryKernel:
                     ptx.open_barrier(barriers + 8, 4 * self.slots)
                 # A block may store into its siblings' shared memory only once they run and expect it.
                 cute.arch.cluster_arrive_relaxed()
-        peers = load_peers(table, self.ranks) if cutlass.const_expr(self.sends) else []
+        peers = load_peers(exchange.table, self.ranks) if cutlass.const_expr(self.sends) else []
         gammas = cute.make_rmem_tensor((4 * self.trips,), Uint32)
         if cutlass.const_expr(self.normalise):
             for trip in cutlass.range_constexpr(self.trips):
-                self.load_gamma(gammas, trip, gamma, self.fragment(trip, block, thread))
+                self.load_gamma(gammas, trip, operands.gamma, self.fragment(trip, here))
             if cutlass.const_expr(self.cluster > 1):
                 cute.arch.cluster_wait()
         cute.arch.griddepcontrol_wait()
 
-        generation = Int32(0)
-        aborted = Uint32(0)
+        turn = Turn(Int32(0), Uint32(0))
         if cutlass.const_expr(self.ranks > 1):
-            generation = ptx.load_volatile_word(state + (NEXT if self.fused else ACTIVE)).bitcast(Int32)
-            aborted = ptx.load_volatile_word(control)
+            turn = current_turn(exchange, NEXT if self.fused else ACTIVE)
         if cutlass.const_expr(self.quantize):
-            self.zero_padding(scales, first, block, thread, rows, clusters)
+            self.zero_padding(operands.scales, first, here, rows, clusters)
         mine = cute.make_rmem_tensor((4 * self.trips,), Uint32)
         held = cute.make_rmem_tensor((4 * self.streams * self.trips,), Uint32)
-        self.fetch(mine, held, x, gemm2, weights, indices, residual, first, block, thread)
+        self.fetch(mine, held, given, operands.residual, first, here)
         arrived = Uint32(0)
         if cutlass.const_expr(self.sends):
-            self.send(mine, first, block, thread, generation, rank, peers, multicast)
+            self.send(mine, first, here, turn, exchange, peers)
             # Not before every thread of the block has its generation.
             cute.arch.sync_threads()
             if thread == 0:
-                arrived = ptx.atomic_add(state + ARRIVED, Uint32(1))
+                arrived = arrive(exchange)
 
-        own = rank if cutlass.const_expr(self.keeps_own) else Int32(-1)
+        own = exchange.rank if cutlass.const_expr(self.keeps_own) else Int32(-1)
         slots = self.capacity * self.hidden * 2
-        turn = Int32(0)
+        row = Int32(0)
         for token in cutlass.range(first, rows, clusters, unroll=1):
-            base = mailbox + slot_offset(generation, 0, self.polled, token, self.capacity, self.hidden)
-            mixes = self.load_mixes(post, comb, pre, token)
+            base = exchange.mailbox
+            base = base + slot_offset(turn.generation, 0, self.polled, token, self.capacity, self.hidden)
+            mixes = self.load_mixes(operands, token)
             next_mine = cute.make_rmem_tensor((4 * self.trips,), Uint32)
             next_held = cute.make_rmem_tensor((4 * self.streams * self.trips,), Uint32)
             if cutlass.const_expr(self.looped):
                 # One row ahead and no more: stores that a link cannot take yet would hold up the loads behind them.
                 following = token + clusters
                 if following < rows:
-                    self.fetch(next_mine, next_held, x, gemm2, weights, indices, residual, following, block, thread)
+                    self.fetch(next_mine, next_held, given, operands.residual, following, here)
                     if cutlass.const_expr(self.sends):
-                        self.send(next_mine, following, block, thread, generation, rank, peers, multicast)
+                        self.send(next_mine, following, here, turn, exchange, peers)
             collapsed = cute.make_rmem_tensor((4 * self.trips,), Uint32)
             collapsed.fill(0)
             for trip in cutlass.range_constexpr(self.trips):
-                fragment = self.fragment(trip, block, thread)
+                fragment = self.fragment(trip, here)
                 if fragment < self.fragments:
                     # Before the wait, not after it: only x is missing then.
                     blended = cute.make_rmem_tensor((FRAGMENT * self.streams,), Float32)
@@ -213,42 +192,37 @@ class BoundaryKernel:
                     packs = cute.make_rmem_tensor((4 * self.polled,), Uint32)
                     self.repeat(packs, mine, trip)
                     if cutlass.const_expr(self.ranks > 1):
-                        self.wait.poll(
-                            packs, base + Int64(fragment) * BYTES, slots, self.polled, own,
-                            aborted, control, budget, instance, rank, generation, token, fragment,
-                        )  # fmt: skip
+                        slot = base + Int64(fragment) * BYTES
+                        self.wait.poll(packs, slot, slots, self.polled, own, exchange, turn, token, fragment)
                     self.spread(packs, blended, held, trip, mixes, collapsed)
 
             # The exchange of partial sums is under way while the streams are written.
-            buffer = partials + (turn & 1) * (4 * self.slots)
-            barrier = barriers + (turn & 1) * 8
+            buffer = partials + (row & 1) * (4 * self.slots)
+            barrier = barriers + (row & 1) * 8
             if cutlass.const_expr(self.normalise):
-                self.share(buffer, barrier, self.square_sum(collapsed), block, thread)
+                self.share(buffer, barrier, self.square_sum(collapsed), here)
             for trip in cutlass.range_constexpr(self.trips):
-                fragment = self.fragment(trip, block, thread)
+                fragment = self.fragment(trip, here)
                 if fragment < self.fragments:
-                    self.store_streams(held, trip, streams, token, fragment)
+                    self.store_streams(held, trip, operands.streams, token, fragment)
                     if cutlass.const_expr(self.ranks > 1):
                         for source in cutlass.range_constexpr(self.polled):
                             if source != own:
                                 slot = base + Int64(fragment) * BYTES + source * slots
                                 ptx.store_pack(slot, [Uint32(SENTINEL)] * 4)
             if cutlass.const_expr(self.normalise):
-                self.norm(
-                    collapsed, gammas, buffer, barrier, (turn >> 1) & 1, epsilon, output, values, scales,
-                    token, block, thread,
-                )  # fmt: skip
+                self.norm(collapsed, gammas, buffer, barrier, (row >> 1) & 1, operands, token, here)
             if cutlass.const_expr(self.looped):
                 self.copy(mine, next_mine, 4 * self.trips)
                 self.copy(held, next_held, 4 * self.streams * self.trips)
-            turn = turn + 1
+            row = row + 1
         if cutlass.const_expr(self.ranks > 1):
-            self.advance(state, control, instance, rank, generation, first, block, thread, clusters, arrived, aborted)
+            self.finish(exchange, turn, arrived, first, here, clusters)
 
     # ------------------------------------------------------------------------------------------ addresses
 
-    def fragment(self, trip: int, block: Any, thread: Any) -> Any:
-        return (trip * self.cluster + block) * self.threads + thread
+    def fragment(self, trip: int, here: Place) -> Any:
+        return (trip * self.cluster + here.block) * self.threads + here.thread
 
     def stream_offset(self, token: Any, lane: int, fragment: Any) -> Any:
         return (Int64(token) * self.streams + lane) * (self.hidden * 2) + Int64(fragment) * BYTES
@@ -274,71 +248,50 @@ class BoundaryKernel:
         if fragment < self.fragments:
             self.keep(gammas, trip, ptx.load_pack(gamma + Int64(fragment) * BYTES))
 
-    def load_mixes(self, post: Any, comb: Any, pre: Any, token: Any) -> Any:
+    def load_mixes(self, operands: Operands, token: Any) -> Any:
         """post [hc], comb [hc][hc] and pre [hc] of the row, FP32 in registers."""
         count = self.streams
         row = Int64(token) * (4 * count)
-        spread = [word.bitcast(Float32) for word in ptx.load_words(post + row, count)]
-        mixing = [word.bitcast(Float32) for word in ptx.load_words(comb + row * count, count * count)]
+        spread = [word.bitcast(Float32) for word in ptx.load_words(operands.post + row, count)]
+        square = ptx.load_words(operands.comb + row * count, count * count)
+        mixing = [word.bitcast(Float32) for word in square]
         collapse = []
         if self.normalise:
-            collapse = [word.bitcast(Float32) for word in ptx.load_words(pre + row, count)]
+            collapse = [word.bitcast(Float32) for word in ptx.load_words(operands.pre + row, count)]
         return spread, mixing, collapse
 
     # ------------------------------------------------------------------------------------------ steps
 
     @cute.jit
-    def fetch(
-        self,
-        mine: Any,
-        held: Any,
-        x: Any,
-        gemm2: Any,
-        weights: Any,
-        indices: Any,
-        residual: Any,
-        token: Any,
-        block: Any,
-        thread: Any,
-    ) -> None:
+    def fetch(self, mine: Any, held: Any, given: Contribution, residual: Any, token: Any, here: Place) -> None:
         """A row's streams and, in the fused form, what this rank adds to the sum; every load before the first use."""
         for trip in cutlass.range_constexpr(self.trips):
-            fragment = self.fragment(trip, block, thread)
+            fragment = self.fragment(trip, here)
             if fragment < self.fragments:
                 column = Int64(fragment) * BYTES
                 if cutlass.const_expr(self.fused and self.top_k > 0):
-                    routes = load_routes(weights, indices, token, self.top_k)
+                    routes = load_routes(given, token, self.top_k)
                 elif cutlass.const_expr(self.fused):
-                    words = ptx.load_pack(x + Int64(token) * (self.hidden * 2) + column)
+                    words = ptx.load_pack(given.x + Int64(token) * (self.hidden * 2) + column)
                 for lane in cutlass.range_constexpr(self.streams):
                     address = residual + self.stream_offset(token, lane, fragment)
                     self.keep(held, trip * self.streams + lane, ptx.load_pack(address))
                 if cutlass.const_expr(self.fused):
                     if cutlass.const_expr(self.top_k > 0):
-                        words = finalized(routes, gemm2, x, token, column, self.hidden)
+                        words = finalized(given, routes, token, column, self.hidden)
                     self.keep(mine, trip, sanitised(words))
 
     @cute.jit
-    def send(
-        self,
-        mine: Any,
-        token: Any,
-        block: Any,
-        thread: Any,
-        generation: Any,
-        rank: Any,
-        peers: Any,
-        multicast: Any,
-    ) -> None:
+    def send(self, mine: Any, token: Any, here: Place, turn: Any, exchange: Exchange, peers: Any) -> None:
         """Store the own fragments of a row into the peers' mailboxes."""
         for trip in cutlass.range_constexpr(self.trips):
-            fragment = self.fragment(trip, block, thread)
+            fragment = self.fragment(trip, here)
             if fragment < self.fragments:
-                own = rank if cutlass.const_expr(self.keeps_own) else None
-                offset = slot_offset(generation, rank, self.ranks, token, self.capacity, self.hidden)
+                own = exchange.rank if cutlass.const_expr(self.keeps_own) else None
+                offset = slot_offset(turn.generation, exchange.rank, self.ranks, token, self.capacity, self.hidden)
                 offset = offset + Int64(fragment) * BYTES
                 pack = [mine[4 * trip + word] for word in range(4)]
-                push_everywhere(peers, multicast, self.form, offset, pack, own=own, stride=self.stride)
+                push_everywhere(peers, exchange.multicast, self.form, offset, pack, own=own, stride=self.stride)
 
     def store_streams(self, held: Any, trip: int, streams: Any, token: Any, fragment: Any) -> None:
         for lane in range(self.streams):
@@ -391,13 +344,9 @@ class BoundaryKernel:
         partials: Any,
         barrier: Any,
         parity: Any,
-        epsilon: Any,
-        output: Any,
-        values: Any,
-        scales: Any,
+        operands: Operands,
         token: Any,
-        block: Any,
-        thread: Any,
+        here: Place,
     ) -> None:
         """RMSNorm over the cluster, in an order of additions that the geometry alone fixes.
 
@@ -406,16 +355,16 @@ class BoundaryKernel:
         """
         if cutlass.const_expr(self.cluster > 1):
             ptx.await_bytes(barrier, parity)
-            if thread == 0:
+            if here.thread == 0:
                 ptx.expect_bytes(barrier, 4 * self.slots)
         else:
             cute.arch.sync_threads()
         total = ptx.load_shared(partials)
         for slot in cutlass.range_constexpr(1, self.slots):
             total = total + ptx.load_shared(partials + 4 * slot)
-        inverse = ptx.reciprocal_sqrt(ptx.fused_multiply_add(total, Float32(1.0 / self.hidden), epsilon))
+        inverse = ptx.reciprocal_sqrt(ptx.fused_multiply_add(total, Float32(1.0 / self.hidden), operands.epsilon))
         for trip in cutlass.range_constexpr(self.trips):
-            fragment = self.fragment(trip, block, thread)
+            fragment = self.fragment(trip, here)
             if fragment < self.fragments:
                 row = Int64(token) * self.hidden
                 kept = self.floats([collapsed[4 * trip + word] for word in range(4)])
@@ -424,9 +373,10 @@ class BoundaryKernel:
                     ptx.multiply(ptx.multiply(value, inverse), gain) for value, gain in zip(kept, weight, strict=True)
                 ]
                 words = [ptx.pack_bf16(scaled[2 * word], scaled[2 * word + 1]) for word in range(4)]
-                ptx.store_pack(output + row * 2 + Int64(fragment) * BYTES, words)
+                ptx.store_pack(operands.output + row * 2 + Int64(fragment) * BYTES, words)
                 if cutlass.const_expr(self.quantize):
-                    self.copy_a8(words, values + row + Int64(fragment) * FRAGMENT, scales, token, fragment)
+                    values = operands.values + row + Int64(fragment) * FRAGMENT
+                    self.copy_a8(words, values, operands.scales, token, fragment)
 
     def square_sum(self, collapsed: Any) -> Any:
         """A warp's sum of squares, the same in all its lanes."""
@@ -436,9 +386,9 @@ class BoundaryKernel:
         return cute.arch.warp_reduction_sum(total)
 
     @cute.jit
-    def share(self, partials: Any, barrier: Any, total: Any, block: Any, thread: Any) -> None:
+    def share(self, partials: Any, barrier: Any, total: Any, here: Place) -> None:
         """Send a warp's partial sum to every block of the cluster; ``norm`` waits for all of them."""
-        lane, slot = thread % 32, block * (self.threads // 32) + thread // 32
+        lane, slot = here.thread % 32, here.block * (self.threads // 32) + here.thread // 32
         if cutlass.const_expr(self.cluster > 1):
             if lane < self.cluster:
                 ptx.send_cluster(partials + 4 * slot, barrier, lane, total)
@@ -470,13 +420,13 @@ class BoundaryKernel:
         return Int64(tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4)
 
     @cute.jit
-    def zero_padding(self, scales: Any, first: Any, block: Any, thread: Any, rows: Any, clusters: Any) -> None:
+    def zero_padding(self, scales: Any, first: Any, here: Place, rows: Any, clusters: Any) -> None:
         """Zero the scales of rows that fill up the last tile of 128, spread over the whole grid.
 
         16 bytes hold the four columns of rows j, j + 32, j + 64 and j + 96 of a tile.
         """
         tiles = self.hidden // 128
-        start = (first * self.cluster + block) * self.threads + thread
+        start = (first * self.cluster + here.block) * self.threads + here.thread
         last = rows // 128
         end = ((rows + 127) // 128 - last) * (32 * tiles)
         for index in cutlass.range(start, end, clusters * self.cluster * self.threads, unroll=1):
@@ -490,28 +440,12 @@ class BoundaryKernel:
                         ptx.store_word(group + 4 * quarter, Uint32(0))
 
     @cute.jit
-    def advance(
-        self,
-        state: Any,
-        control: Any,
-        instance: Any,
-        rank: Any,
-        generation: Any,
-        first: Any,
-        block: Any,
-        thread: Any,
-        clusters: Any,
-        arrived: Any,
-        aborted: Any,
-    ) -> None:
-        """Turn the generation once: in the fused form by the last block to have read it."""
-        if thread == 0:
+    def finish(self, exchange: Exchange, turn: Any, arrived: Any, first: Any, here: Place, clusters: Any) -> None:
+        """Give the next call its generation once, in the fused form when every block has read this one."""
+        if here.thread == 0:
             if cutlass.const_expr(self.fused):
-                if arrived == Uint32(clusters * self.cluster - 1):
-                    ptx.store_word(state + ARRIVED, Uint32(0))
-                    ptx.store_word(state + NEXT, next_generation(generation))
-            if first == 0 and block == 0:
+                depart(exchange, turn, arrived, clusters * self.cluster)
+            if first == 0 and here.block == 0:
                 if cutlass.const_expr(self.source == "collect"):
-                    ptx.store_word(state + NEXT, next_generation(generation))
-                if aborted != Uint32(0):
-                    self.wait.report(control, instance, rank, generation, Int32(0), Int32(0), Uint32(0))
+                    next_turn(exchange, turn)
+                self.wait.report_aborted(exchange, turn)

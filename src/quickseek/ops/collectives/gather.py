@@ -10,17 +10,19 @@ from torch import Tensor
 
 from quickseek.ops import ptx
 from quickseek.ops.collectives.push import (
-    ARRIVED,
     GENERATIONS,
     NEXT,
+    Exchange,
+    arrive,
+    current_turn,
+    depart,
     form_of,
     load_peers,
-    next_generation,
     push_everywhere,
 )
 from quickseek.ops.collectives.spec import agree
 from quickseek.ops.collectives.wait import BoundedWait
-from quickseek.ops.compiled import compiled, current_stream
+from quickseek.ops.compiled import compiled, current_stream, typed
 from quickseek.parallel.fabric import Fabric
 from quickseek.parallel.watchdog import Watchdog
 
@@ -28,7 +30,7 @@ THREADS = 256
 MAX_BLOCKS = 64
 """Spinning blocks must all be resident; half an H200's multiprocessors leave room for whatever runs beside them."""
 SENTINEL_WORD = -(2**31)
-ARGUMENTS = "a" * 8 + "iiii"
+ARGUMENTS = ("a", "a", Exchange, "i", "i")
 
 
 class GatherKernel:
@@ -42,84 +44,50 @@ class GatherKernel:
         self.wait = BoundedWait(ranks, 3, halves=False)
 
     @cute.jit
-    def __call__(
-        self,
-        x: Int64,
-        output: Int64,
-        mailbox: Int64,
-        table: Int64,
-        multicast: Int64,
-        state: Int64,
-        control: Int64,
-        budget: Int64,
-        instance: Int32,
-        rank: Int32,
-        packs: Int32,
-        blocks: Int32,
-        stream: Any,
-    ) -> None:
-        self.kernel(x, output, mailbox, table, multicast, state, control, budget, instance, rank, packs, blocks).launch(
+    def __call__(self, x: Int64, output: Int64, exchange: Exchange, packs: Int32, blocks: Int32, stream: Any) -> None:
+        self.kernel(x, output, exchange, packs, blocks).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: Int64,
-        output: Int64,
-        mailbox: Int64,
-        table: Int64,
-        multicast: Int64,
-        state: Int64,
-        control: Int64,
-        budget: Int64,
-        instance: Int32,
-        rank: Int32,
-        packs: Int32,
-        blocks: Int32,
-    ) -> None:
+    def kernel(self, x: Int64, output: Int64, exchange: Exchange, packs: Int32, blocks: Int32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         start, step = block * THREADS + thread, blocks * THREADS
+        rank = exchange.rank
         cute.arch.griddepcontrol_launch_dependents()
-        peers = load_peers(table, self.ranks)
+        peers = load_peers(exchange.table, self.ranks)
         cute.arch.griddepcontrol_wait()
-        generation = ptx.load_volatile_word(state + NEXT).bitcast(Int32)
-        aborted = ptx.load_volatile_word(control)
-        base = Int64(generation) * (self.ranks * self.rank_packs * 16)
+        turn = current_turn(exchange, NEXT)
+        base = Int64(turn.generation) * (self.ranks * self.rank_packs * 16)
         own = rank if cutlass.const_expr(self.form == "unicast") else Int32(-1)
         for index in cutlass.range(start, packs, step, unroll=1):
             words = [self.positive(word) for word in ptx.load_pack(x + Int64(index) * 16)]
             offset = base + (Int64(rank) * self.rank_packs + Int64(index)) * 16
             if cutlass.const_expr(self.form == "unicast"):
-                push_everywhere(peers, multicast, self.form, offset, words, own=rank)
+                push_everywhere(peers, exchange.multicast, self.form, offset, words, own=rank)
                 ptx.store_pack(output + (Int64(rank) * Int64(packs) + Int64(index)) * 16, words)
             else:
-                push_everywhere(peers, multicast, self.form, offset, words, stride=self.stride)
+                push_everywhere(peers, exchange.multicast, self.form, offset, words, stride=self.stride)
         # Not before every thread of the block has its generation.
         cute.arch.sync_threads()
         arrived = Uint32(0)
         if thread == 0:
-            arrived = ptx.atomic_add(state + ARRIVED, Uint32(1))
+            arrived = arrive(exchange)
         found = cute.make_rmem_tensor((4 * self.ranks,), Uint32)
         found.fill(0)
         for index in cutlass.range(start, packs, step, unroll=1):
-            slot = mailbox + base + Int64(index) * 16
-            self.wait.poll(
-                found, slot, self.rank_packs * 16, self.ranks, own,
-                aborted, control, budget, instance, rank, generation, index, Int32(0),
-            )  # fmt: skip
+            slot = exchange.mailbox + base + Int64(index) * 16
+            self.wait.poll(found, slot, self.rank_packs * 16, self.ranks, own, exchange, turn, index, Int32(0))
             for source in cutlass.range_constexpr(self.ranks):
                 if source != own:
                     words = [found[4 * source + word] for word in range(4)]
                     ptx.store_pack(output + (Int64(packs) * source + Int64(index)) * 16, words)
                     ptx.store_pack(slot + source * (self.rank_packs * 16), [Uint32(0x80000000)] * 4)
         if thread == 0:
-            if arrived == Uint32(blocks - 1):
-                ptx.store_word(state + ARRIVED, Uint32(0))
-                ptx.store_word(state + NEXT, next_generation(generation))
-            if block == 0 and aborted != Uint32(0):
-                self.wait.report(control, instance, rank, generation, Int32(0), Int32(0), Uint32(0))
+            depart(exchange, turn, arrived, blocks)
+            if block == 0:
+                self.wait.report_aborted(exchange, turn)
 
     @staticmethod
     def positive(word: Any) -> Any:
@@ -133,21 +101,21 @@ class FusedAllGather:
         self.fabric, self.device, self.ranks = fabric, fabric.device, fabric.size
         agree(fabric, (rank_capacity_bytes, timeout_s))
         self.rank_packs = rank_capacity_bytes // 16
-        self.budget = int(timeout_s * 1e9)
         self.watchdog = Watchdog.of(fabric)
         self.instance = self.watchdog.register(self)
         self.blocks = max(1, MAX_BLOCKS // fabric.ranks_on_device)
         if self.ranks > 1:
             self.mailbox = fabric.allocate([GENERATIONS, self.ranks, self.rank_packs, 4], torch.int32)
             self.state = torch.zeros(4, dtype=torch.int32, device=self.device)
+            form = form_of(self.mailbox)
             self.kernel = compiled(
-                GatherKernel,
-                ARGUMENTS,
-                self.device,
-                ranks=self.ranks,
-                rank_packs=self.rank_packs,
-                **form_of(self.mailbox),
+                GatherKernel, ARGUMENTS, self.device, ranks=self.ranks, rank_packs=self.rank_packs, **form
             )
+            self.exchange = typed(
+                Exchange, self.mailbox.local.data_ptr(), self.mailbox.peer_pointers.data_ptr(),
+                self.mailbox.multicast_pointer, self.state.data_ptr(), self.watchdog.control, int(timeout_s * 1e9),
+                self.instance, fabric.rank,
+            )  # fmt: skip
             self.refill()
         fabric.barrier()
 
@@ -173,9 +141,5 @@ class FusedAllGather:
             return output
         packs = x.numel() * x.element_size() // 16
         blocks = min(self.blocks, -(-packs // THREADS))
-        self.kernel(
-            x.data_ptr(), output.data_ptr(), self.mailbox.local.data_ptr(), self.mailbox.peer_pointers.data_ptr(),
-            self.mailbox.multicast_pointer, self.state.data_ptr(), self.watchdog.control, self.budget,
-            self.instance, self.fabric.rank, packs, blocks, current_stream(self.device),
-        )  # fmt: skip
+        self.kernel(x.data_ptr(), output.data_ptr(), self.exchange, packs, blocks, current_stream(self.device))
         return output

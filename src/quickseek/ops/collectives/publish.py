@@ -15,10 +15,13 @@ from quickseek.ops.collectives.push import (
     FRAGMENT,
     NEXT,
     SENTINEL,
+    Contribution,
+    Exchange,
+    current_turn,
     finalized,
     load_peers,
     load_routes,
-    next_generation,
+    next_turn,
     push_everywhere,
     rank_sum,
     sanitised,
@@ -43,71 +46,48 @@ class PublishKernel:
         self.two_shot, self.form, self.stride = two_shot, form, stride
 
     @cute.jit
-    def __call__(
-        self,
-        x: Int64,
-        gemm2: Int64,
-        weights: Int64,
-        indices: Int64,
-        table: Int64,
-        multicast: Int64,
-        state: Int64,
-        rank: Int32,
-        rows: Int32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, given: Contribution, exchange: Exchange, rows: Int32, stream: Any) -> None:
         blocks = -(-(self.hidden // FRAGMENT) // THREADS)
-        self.kernel(x, gemm2, weights, indices, table, multicast, state, rank).launch(
-            grid=(rows, blocks, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
-        )
+        self.kernel(given, exchange).launch(grid=(rows, blocks, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
-    def kernel(
-        self,
-        x: Int64,
-        gemm2: Int64,
-        weights: Int64,
-        indices: Int64,
-        table: Int64,
-        multicast: Int64,
-        state: Int64,
-        rank: Int32,
-    ) -> None:
+    def kernel(self, given: Contribution, exchange: Exchange) -> None:
         thread, _, _ = cute.arch.thread_idx()
         token, block, _ = cute.arch.block_idx()
         fragment = block * THREADS + thread
         cute.arch.griddepcontrol_launch_dependents()
-        target = table
         if cutlass.const_expr(self.two_shot):
-            target = ptx.load_address(table + Int64(token % self.ranks) * 8)
+            owner = ptx.load_address(exchange.table + Int64(token % self.ranks) * 8)
         else:
-            peers = load_peers(table, self.ranks)
+            peers = load_peers(exchange.table, self.ranks)
         cute.arch.griddepcontrol_wait()
-        generation = ptx.load_volatile_word(state + NEXT).bitcast(Int32)
+        turn = current_turn(exchange, NEXT)
         if fragment < self.hidden // FRAGMENT:
             column = Int64(fragment) * (FRAGMENT * 2)
             if cutlass.const_expr(self.top_k > 0):
-                routes = load_routes(weights, indices, token, self.top_k)
-                words = finalized(routes, gemm2, x, token, column, self.hidden)
+                routes = load_routes(given, token, self.top_k)
+                words = finalized(given, routes, token, column, self.hidden)
             else:
-                words = ptx.load_pack(x + Int64(token) * (self.hidden * 2) + column)
+                words = ptx.load_pack(given.x + Int64(token) * (self.hidden * 2) + column)
             words = sanitised(words)
             if cutlass.const_expr(self.two_shot):
                 owner_capacity = -(-self.capacity // self.ranks)
                 row = token // self.ranks
-                offset = slot_offset(generation, rank, self.ranks, row, owner_capacity, self.hidden) + column
-                ptx.push_pack(target + offset, words)
+                place = (turn.generation, exchange.rank, self.ranks, row, owner_capacity)
+                ptx.push_pack(owner + slot_offset(*place, self.hidden) + column, words)
             else:
-                offset = slot_offset(generation, rank, self.ranks, token, self.capacity, self.hidden) + column
-                push_everywhere(peers, multicast, self.form, offset, words, stride=self.stride)
+                place = (turn.generation, exchange.rank, self.ranks, token, self.capacity)
+                offset = slot_offset(*place, self.hidden) + column
+                push_everywhere(peers, exchange.multicast, self.form, offset, words, stride=self.stride)
         if token == 0 and block == 0 and thread == 0:
-            ptx.store_word(state + ACTIVE, generation)
+            ptx.store_word(exchange.state + ACTIVE, turn.generation)
 
 
 class OwnerKernel:
     """Sums the contributions of the tokens this rank owns and stores the sums into every rank's reduced mailbox.
 
-    Grid: (ceil(rows / ranks), ceil(fragments / 128)). It waits for peers' publishes, and clears what it has read.
+    Grid: (ceil(rows / ranks), ceil(fragments / 128)). It waits for peers' publishes, and clears what it has read. Its
+    exchange's ``mailbox`` holds contributions, ``table`` the reduced mailboxes.
     """
 
     def __init__(self, hidden: int, ranks: int, capacity: int, *, form: str, stride: int = 0) -> None:
@@ -115,63 +95,35 @@ class OwnerKernel:
         self.wait = BoundedWait(ranks, 1, halves=True)
 
     @cute.jit
-    def __call__(
-        self,
-        contributions: Int64,
-        table: Int64,
-        multicast: Int64,
-        state: Int64,
-        control: Int64,
-        budget: Int64,
-        instance: Int32,
-        rank: Int32,
-        rows: Int32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, exchange: Exchange, rows: Int32, stream: Any) -> None:
         blocks = -(-(self.hidden // FRAGMENT) // THREADS)
-        self.kernel(contributions, table, multicast, state, control, budget, instance, rank, rows).launch(
+        self.kernel(exchange, rows).launch(
             grid=((rows + self.ranks - 1) // self.ranks, blocks, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        contributions: Int64,
-        table: Int64,
-        multicast: Int64,
-        state: Int64,
-        control: Int64,
-        budget: Int64,
-        instance: Int32,
-        rank: Int32,
-        rows: Int32,
-    ) -> None:
+    def kernel(self, exchange: Exchange, rows: Int32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         row, block, _ = cute.arch.block_idx()
-        token = row * self.ranks + rank
+        token = row * self.ranks + exchange.rank
         fragment = block * THREADS + thread
         cute.arch.griddepcontrol_launch_dependents()
-        peers = load_peers(table, self.ranks)
+        peers = load_peers(exchange.table, self.ranks)
         cute.arch.griddepcontrol_wait()
-        generation = ptx.load_volatile_word(state + ACTIVE).bitcast(Int32)
-        aborted = ptx.load_volatile_word(control)
+        turn = current_turn(exchange, ACTIVE)
         if token < rows and fragment < self.hidden // FRAGMENT:
             owner_capacity = -(-self.capacity // self.ranks)
             stride = owner_capacity * self.hidden * 2
             column = Int64(fragment) * (FRAGMENT * 2)
-            first = contributions + column
-            first = first + slot_offset(generation, 0, self.ranks, row, owner_capacity, self.hidden)
+            first = exchange.mailbox + column
+            first = first + slot_offset(turn.generation, 0, self.ranks, row, owner_capacity, self.hidden)
             packs = cute.make_rmem_tensor((4 * self.ranks,), Uint32)
-            self.wait.poll(
-                packs, first, stride, self.ranks, Int32(-1),
-                aborted, control, budget, instance, rank, generation, token, fragment,
-            )  # fmt: skip
+            self.wait.poll(packs, first, stride, self.ranks, Int32(-1), exchange, turn, token, fragment)
             words = sanitised(rank_sum(packs, self.ranks))
-            offset = slot_offset(generation, 0, 1, token, self.capacity, self.hidden) + column
-            push_everywhere(peers, multicast, self.form, offset, words, stride=self.stride)
+            offset = slot_offset(turn.generation, 0, 1, token, self.capacity, self.hidden) + column
+            push_everywhere(peers, exchange.multicast, self.form, offset, words, stride=self.stride)
             for source in cutlass.range_constexpr(self.ranks):
                 ptx.store_pack(first + source * stride, [Uint32(SENTINEL)] * 4)
         if row == 0 and block == 0 and thread == 0:
-            if aborted != Uint32(0):
-                self.wait.report(control, instance, rank, generation, token, fragment, Uint32(0))
-            ptx.store_word(state + NEXT, next_generation(generation))
+            self.wait.report_aborted(exchange, turn)
+            next_turn(exchange, turn)

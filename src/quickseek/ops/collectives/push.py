@@ -5,12 +5,14 @@ Mailboxes: one-shot BF16 [3 generations][source][capacity][H] on every rank; two
 [3][capacity][H] on every rank. Every half rests at 0x8000.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from quickseek.ops import ptx
 from quickseek.parallel.fabric import Mailbox
+from quickseek.parallel.watchdog import ABORT
 
 GENERATIONS = 3
 FRAGMENT = 8
@@ -22,9 +24,63 @@ NEXT, ACTIVE, ARRIVED = 0, 4, 8
 NEXT."""
 
 
-def next_generation(generation: Any) -> Any:
-    following = generation + Int32(1)
-    return ptx.choose(following == Int32(GENERATIONS), Int32(0), following)
+class Contribution(NamedTuple):
+    """What a rank adds to a sum: x [M, H]; with routes (else 0) a MoE output, of which x is the shared part."""
+
+    x: Int64
+    gemm2: Int64
+    weights: Int64
+    indices: Int64
+
+
+class Exchange(NamedTuple):
+    """A rank's end of an exchange.
+
+    Addresses: the mailbox that it reads, the table of every rank's mailbox that it stores into, one for all of them
+    (multicast, or 0), the state words, the control block (parallel/watchdog.py). Then the budget of a wait in
+    nanoseconds, and the numbers that a time-out's record carries.
+    """
+
+    mailbox: Int64
+    table: Int64
+    multicast: Int64
+    state: Int64
+    control: Int64
+    budget: Int64
+    instance: Int32
+    rank: Int32
+
+
+class Turn(NamedTuple):
+    """What a call finds when it starts: its generation, and not 0 where a wait of this rank's peers has given up."""
+
+    generation: Any
+    aborted: Any
+
+
+def current_turn(exchange: Exchange, word: int) -> Turn:
+    """The turn by state word ``word``; for after the grid wait."""
+    generation = ptx.load_volatile_word(exchange.state + word).bitcast(Int32)
+    return Turn(generation, ptx.load_volatile_word(exchange.control + ABORT))
+
+
+def next_turn(exchange: Exchange, turn: Turn) -> None:
+    """Let the next call have the next generation; for one thread, when every block has its turn."""
+    following = turn.generation + Int32(1)
+    ptx.store_word(exchange.state + NEXT, ptx.choose(following == Int32(GENERATIONS), Int32(0), following))
+
+
+def arrive(exchange: Exchange) -> Any:
+    """How many blocks had their turn before this one; for one thread, once its whole block has."""
+    return ptx.atomic_add(exchange.state + ARRIVED, Uint32(1))
+
+
+@cute.jit
+def depart(exchange: Exchange, turn: Any, arrived: Any, blocks: Any) -> None:
+    """``next_turn`` by the last of ``blocks`` blocks to arrive; for the thread that has ``arrived``."""
+    if arrived == Uint32(blocks - 1):
+        ptx.store_word(exchange.state + ARRIVED, Uint32(0))
+        next_turn(exchange, turn)
 
 
 def slot_offset(generation: Any, source: Any, sources: int, token: Any, capacity: int, hidden: int) -> Any:
@@ -74,15 +130,15 @@ def _push_unless(address: Any, pack: Any, own: Any, peer: int) -> None:
         ptx.push_pack_if(own != Int32(peer), address, pack)
 
 
-def load_routes(weights: Any, indices: Any, token: Any, top_k: int) -> tuple[list[Any], list[Any]]:
+def load_routes(given: Contribution, token: Any, top_k: int) -> tuple[list[Any], list[Any]]:
     """A row's indices and weights."""
     base = Int64(token) * (top_k * 4)
-    places = [ptx.load_word(indices + base + 4 * k).bitcast(Int32) for k in range(top_k)]
-    return places, [ptx.load_word(weights + base + 4 * k).bitcast(Float32) for k in range(top_k)]
+    places = [ptx.load_word(given.indices + base + 4 * k).bitcast(Int32) for k in range(top_k)]
+    return places, [ptx.load_word(given.weights + base + 4 * k).bitcast(Float32) for k in range(top_k)]
 
 
 def finalized(
-    routes: tuple[list[Any], list[Any]], gemm2: Any, shared: Any, token: Any, column: Any, hidden: int
+    given: Contribution, routes: tuple[list[Any], list[Any]], token: Any, column: Any, hidden: int
 ) -> list[Any]:
     """Packed BF16 words of sum_k weight_k * gemm2[index_k] + shared at byte ``column`` of a row (spec/decode.md B.5).
 
@@ -90,10 +146,10 @@ def finalized(
     not read and its weight counts as zero. Every row is requested before the first is used.
     """
     row_bytes = hidden * 2
-    shared_address = shared + Int64(token) * row_bytes + column
+    shared_address = given.x + Int64(token) * row_bytes + column
     held = [place >= Int32(0) for place in routes[0]]
     rows = [
-        ptx.load_pack(ptx.choose(here, gemm2 + Int64(place) * row_bytes + column, shared_address))
+        ptx.load_pack(ptx.choose(here, given.gemm2 + Int64(place) * row_bytes + column, shared_address))
         for here, place in zip(held, routes[0], strict=True)
     ]
     last = ptx.load_pack(shared_address)

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from quickseek.ops import ptx
+from quickseek.ops.collectives.push import Exchange
 from quickseek.parallel.watchdog import ABORT, CLAIMED, MAGIC, PEERS, RECORD
 
 POLLS_PER_CLOCK_READ = 128
@@ -17,7 +18,7 @@ class BoundedWait:
     """Polls slots until no sentinel is left in them, or the budget is over, or another wait gave up.
 
     ``kind``: a number of ``watchdog.KINDS``. ``halves``: the sentinel is 0x8000 in any half of a word, else the word
-    0x80000000. ``control``: this rank's control block (parallel/watchdog.py).
+    0x80000000.
     """
 
     def __init__(self, ranks: int, kind: int, *, halves: bool) -> None:
@@ -37,12 +38,8 @@ class BoundedWait:
         stride: Any,
         sources: cutlass.Constexpr,
         own: Any,
-        aborted: Any,
-        control: Any,
-        budget: Any,
-        instance: Any,
-        rank: Any,
-        generation: Any,
+        exchange: Exchange,
+        turn: Any,
         token: Any,
         fragment: Any,
     ) -> None:
@@ -50,7 +47,7 @@ class BoundedWait:
 
         What is left in packs is the very load that was found clean: memory is not read again.
         """
-        live = ptx.choose(aborted == Uint32(0), Uint32(0xFFFFFFFF), Uint32(0))
+        live = ptx.choose(turn.aborted == Uint32(0), Uint32(0xFFFFFFFF), Uint32(0))
         missing = Uint32(1)
         polls = Int32(0)
         deadline = Int64(0)
@@ -70,29 +67,36 @@ class BoundedWait:
                 polls = Int32(0)
                 now = cute.arch.globaltimer()
                 if deadline == Int64(0):
-                    deadline = now + budget
-                stop = ptx.load_volatile_word(control + ABORT) != Uint32(0)
+                    deadline = now + exchange.budget
+                stop = ptx.load_volatile_word(exchange.control + ABORT) != Uint32(0)
                 if now > deadline:
                     stop = cutlass.Boolean(True)
-                    self.abort_peers(control)
+                    self.abort_peers(exchange)
                 if stop:
-                    self.report(control, instance, rank, generation, token, fragment, missing)
+                    self.report(exchange, turn, token, fragment, missing)
                     missing = Uint32(0)
 
     @cute.jit
-    def abort_peers(self, control: Any) -> None:
+    def abort_peers(self, exchange: Exchange) -> None:
         """Raise the sticky abort flag of every rank, this one included."""
         for peer in cutlass.range_constexpr(self.ranks):
-            ptx.push_word(ptx.load_address(control + PEERS + 8 * peer) + ABORT, Uint32(1))
+            ptx.push_word(ptx.load_address(exchange.control + PEERS + 8 * peer) + ABORT, Uint32(1))
 
     @cute.jit
-    def report(
-        self, control: Any, instance: Any, rank: Any, generation: Any, token: Any, fragment: Any, missing: Any
-    ) -> None:
+    def report_aborted(self, exchange: Exchange, turn: Any) -> None:
+        """Leave a record too where a call found the flag raised: then its results are void as well. For one thread."""
+        if turn.aborted != Uint32(0):
+            self.report(exchange, turn, Int32(0), Int32(0), Uint32(0))
+
+    @cute.jit
+    def report(self, exchange: Exchange, turn: Any, token: Any, fragment: Any, missing: Any) -> None:
         """Leave the record for the host, unless an earlier wait already has."""
-        if ptx.atomic_exchange(control + CLAIMED, Uint32(1)) == Uint32(0):
-            record = ptx.load_address(control + RECORD)
-            words = (instance, Int32(self.kind), rank, generation, token, fragment, missing)
+        if ptx.atomic_exchange(exchange.control + CLAIMED, Uint32(1)) == Uint32(0):
+            record = ptx.load_address(exchange.control + RECORD)
+            words = (
+                *(exchange.instance, Int32(self.kind), exchange.rank),
+                *(turn.generation, token, fragment, missing),
+            )
             for index, word in enumerate(words):
                 ptx.push_word(record + 4 * (index + 1), word)
             ptx.fence_system()
