@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quickseek import formats
 from quickseek.config import ModelConfig
 from quickseek.model.compressor import Compressor
 from quickseek.model.context import ForwardContext, StepShared
@@ -14,7 +13,7 @@ from quickseek.model.modules import Linear, RMSNorm, parameter, shard
 from quickseek.numerics import Numerics
 from quickseek.ops import attention as attention_op
 from quickseek.ops import linear as linear_op
-from quickseek.ops import norm_rope, rings
+from quickseek.ops import norm_rope, quantize, rings
 from quickseek.ops.norm_rope import Rotation
 from quickseek.parallel.world import World
 
@@ -59,7 +58,7 @@ class Attention(nn.Module):
     def finish_kv(self, kv: Tensor, turn: Rotation) -> Tensor:
         """Window KV [T, D] of its projection [T, D]."""
         kv = norm_rope.apply_rope(self.kv_norm(kv), turn)
-        return formats.fake_quantize_a8(kv) if self.numerics.quantize_caches else kv
+        return quantize.fake_quantize_a8(kv) if self.numerics.quantize_caches else kv
 
     def queries(self, latent: Tensor, turn: Rotation) -> Tensor:
         """Rotated queries [T, local heads, D] of query latents."""

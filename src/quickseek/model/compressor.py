@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from quickseek import formats
 from quickseek.config import ModelConfig
 from quickseek.model.context import ForwardContext, StepShared
 from quickseek.model.loader import WeightLoader
@@ -11,7 +10,7 @@ from quickseek.model.modules import Linear, RMSNorm
 from quickseek.numerics import Numerics
 from quickseek.ops import compressor as compressor_op
 from quickseek.ops import linear as linear_op
-from quickseek.ops import norm_rope
+from quickseek.ops import norm_rope, quantize
 
 
 class Compressor(nn.Module):
@@ -49,7 +48,7 @@ class Compressor(nn.Module):
         keys = norm_rope.apply_rope(self.k_norm(self.wk(latents)), turn)
         values = norm_rope.apply_rope(latents, turn)
         if self.numerics.quantize_caches and not self.numerics.packed_caches:
-            keys, values = formats.fake_quantize_q4i(keys), formats.fake_quantize_q4k(values)
+            keys, values = quantize.fake_quantize_q4i(keys), quantize.fake_quantize_q4k(values)
         groups = compressor_op.closed_groups(shared.rows, self.ratio)
         if context.keep_from is not None:
             groups = torch.where(shared.rows.positions < context.keep_from[shared.rows.requests], -1, groups)

@@ -122,3 +122,11 @@ def q4k_codes(groups, scale):
     """E2M1 codes (int32) [..., 16] of FP32 groups with Q4k's scale bytes [...]."""
     divisor = tl.broadcast_to(tl.expand_dims(e4m3_value(scale), -1), groups.shape)
     return e2m1_code(tl.clamp(tl.div_rn(groups, divisor), -6.0, 6.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def fake_quantize_q4k(groups):
+    """FP32 groups [..., 16] after Q4k and back."""
+    scale = q4k_scale(groups)
+    value = tl.where(has_nan(groups), float("nan"), e4m3_value(scale))
+    return e2m1_value(q4k_codes(groups, scale)) * tl.expand_dims(value, -1)

@@ -1,9 +1,9 @@
-"""Activation quantisation: A8 codes and scales, plain or in the swizzled layout of block-scaled GEMMs."""
+"""Quantisation of activations and cached rows: codes and scales, the values they stand for, and packed records."""
 
 from torch import Tensor
 
 from quickseek import formats
-from quickseek.ops.quantize import reference
+from quickseek.ops.forms import form
 
 SCALE_TILE_ROWS = 128
 SCALE_TILE_COLUMNS = 4
@@ -11,7 +11,30 @@ SCALE_TILE_COLUMNS = 4
 
 def quantize_a8(x: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 codes [..., K] and E8M0 bytes uint8 [..., K/32] of x [..., K] (spec/model.md 4, A8)."""
-    return formats.quantize_a8(x)
+    _expect_groups(x, formats.BLOCK)
+    codes, scales = form(__name__, x).quantize_a8(x)
+    return codes, scales
+
+
+def fake_quantize_a8(x: Tensor) -> Tensor:
+    """x [..., K] after A8 and back, in x's dtype; K a multiple of 32 (spec/model.md 4)."""
+    _expect_groups(x, formats.BLOCK)
+    out: Tensor = form(__name__, x).fake_quantize_a8(x)
+    return out
+
+
+def fake_quantize_q4i(x: Tensor) -> Tensor:
+    """x [..., K] after Q4i and back, in x's dtype; K a multiple of 32 (spec/model.md 4)."""
+    _expect_groups(x, formats.BLOCK)
+    out: Tensor = form(__name__, x).fake_quantize_q4i(x)
+    return out
+
+
+def fake_quantize_q4k(x: Tensor) -> Tensor:
+    """x [..., K] after Q4k and back, in x's dtype; K a multiple of 16 (spec/model.md 4)."""
+    _expect_groups(x, formats.GLOBAL_KV_GROUP)
+    out: Tensor = form(__name__, x).fake_quantize_q4k(x)
+    return out
 
 
 def mxfp8_scale_bytes(rows: int, hidden: int) -> int:
@@ -23,4 +46,10 @@ def mxfp8_scale_bytes(rows: int, hidden: int) -> int:
 
 def swizzle_scales(scales: Tensor) -> Tensor:
     """Scale bytes uint8 [rows, K/32] in the 128x4 layout: uint8 [mxfp8_scale_bytes], zero where there is no row."""
-    return reference.swizzle_scales(scales)
+    out: Tensor = form(__name__, scales).swizzle_scales(scales)
+    return out
+
+
+def _expect_groups(x: Tensor, group: int) -> None:
+    if x.shape[-1] % group:
+        raise ValueError(f"x has {x.shape[-1]} channels: expected a multiple of {group}")

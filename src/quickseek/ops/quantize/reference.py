@@ -1,7 +1,25 @@
-"""The swizzled scale layout in plain PyTorch (spec/decode.md B.6.1)."""
+"""Quantisation in plain PyTorch: the formats themselves, and the swizzled scale layout (spec/decode.md B.6.1)."""
 
 import torch
 from torch import Tensor
+
+from quickseek import formats
+
+
+def quantize_a8(x: Tensor) -> tuple[Tensor, Tensor]:
+    return formats.quantize_a8(x)
+
+
+def fake_quantize_a8(x: Tensor) -> Tensor:
+    return formats.fake_quantize_a8(x)
+
+
+def fake_quantize_q4i(x: Tensor) -> Tensor:
+    return formats.fake_quantize_q4i(x)
+
+
+def fake_quantize_q4k(x: Tensor) -> Tensor:
+    return formats.fake_quantize_q4k(x)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
