@@ -1,6 +1,6 @@
 """What a fused boundary costs between GPUs, beside NCCL and torch's one-shot with separate kernels.
 
-    python benchmarks/collectives.py [--ranks 2] [--rows 1,8,48,384] [--out results.jsonl] [--sweep]
+    python benchmarks/collectives.py [--ranks 2] [--rows 1,8,48,384] [--sweep] [--protocols] [--out results.jsonl]
 
 Each figure is the median over graph replays of ``CHAIN`` dependent calls, divided by the calls; ``p50`` and ``p99``
 are of single calls, from device time stamps around each (their resolution and own cost are printed). One JSON line a
@@ -13,10 +13,12 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cutlass
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,7 +29,7 @@ from quickseek.ops.collectives.reference import mhc_boundary
 from quickseek.ops.collectives.spec import Boundary, Routed
 from quickseek.ops.collectives.stamp import ARGUMENTS, StampKernel
 from quickseek.ops.compiled import compiled, current_stream
-from quickseek.ops.embedding import embed_streams
+from quickseek.ops.embedding import ReplicatedEmbedding
 from quickseek.ops.quantize import mxfp8_scale_bytes
 from quickseek.parallel.fabric import SymmetricFabric, VirtualFabric
 from quickseek.parallel.launch import spawn
@@ -35,9 +37,9 @@ from quickseek.parallel.world import World
 
 HIDDEN, STREAMS, TOP_K = 5120, 4, 6
 CHAIN, REPLAYS = 100, 30
+VOCABULARY = 129280
 TARGETS_US = {1: 4.0, 2: 4.0, 4: 4.0, 8: 4.0, 48: 6.0, 384: 25.0}
-
-
+PROTOCOL_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384)
 COMPILED_ROWS = (1, 8, 48)
 compiled_boundary = torch.compile(mhc_boundary, dynamic=False)
 
@@ -127,11 +129,23 @@ def single_calls(world: World, call: Callable[[], Any]) -> dict[str, float]:
     return {"p50_us": pick[0], "p99_us": pick[1], "stamp_cost_us": cost / 1e3, "stamp_step_ns": min(steps, default=0)}
 
 
-def fused(world: World, fabric: SymmetricFabric, **changes: Any) -> AllReduceMHC:
+@dataclass
+class Shard:
+    """A rank's rows of an embedding table."""
+
+    weight: Tensor
+    start: int
+    end: int
+    world: World
+    vocab_size: int = VOCABULARY
+    reduce_results: bool = True
+
+
+def fused(world: World, fabric: SymmetricFabric, two_shot_rows: int | None = None, **changes: Any) -> AllReduceMHC:
     """An instance; ``changes`` replace fields of its thresholds."""
     instance = AllReduceMHC(
         hidden_size=HIDDEN, hc_mult=STREAMS, max_num_tokens=384, top_k=TOP_K, device=world.device,
-        quantize_layer_input=True, residual_only=True, world=world, fabric=fabric,
+        quantize_layer_input=True, residual_only=True, world=world, fabric=fabric, two_shot_rows=two_shot_rows,
     )  # fmt: skip
     if changes:
         implementation = instance.implementation
@@ -160,6 +174,7 @@ def separate(world: World, given: Inputs) -> dict[str, Callable[[], Any]]:
         fabric=VirtualFabric.ranks(1, world.device)[0],
     ).implementation  # fmt: skip
     buffer = symmetric.empty(given.rows, HIDDEN, dtype=torch.bfloat16, device=world.device)
+    assert dist.group.WORLD is not None
     symmetric.rendezvous(buffer, dist.group.WORLD)
     group = dist.group.WORLD.group_name
     x: Tensor = given.x.clone()
@@ -186,8 +201,11 @@ def separate(world: World, given: Inputs) -> dict[str, Callable[[], Any]]:
     return calls | ({"nccl + torch.compile": nccl_compiled} if given.rows in COMPILED_ROWS else {})
 
 
-def measure(world: World, rows: list[int], sweep: bool, geometries: list[str]) -> list[dict[str, Any]]:
-    fabric = SymmetricFabric(world)
+Add = Callable[[str, int, dict[str, float]], None]
+
+
+def measure(world: World, rows: list[int], sweep: bool, protocols: bool, geometries: list[str]) -> list[dict[str, Any]]:
+    fabric = SymmetricFabric.of(world)
     lines: list[dict[str, Any]] = []
 
     def add(name: str, count: int, result: dict[str, float]) -> None:
@@ -211,22 +229,40 @@ def measure(world: World, rows: list[int], sweep: bool, geometries: list[str]) -
     if sweep:
         for count in range(1, 65):
             add("sweep", count, timed(world, forms(standard, Inputs(count, world.rank))["plain"]))
-    lines += small(world, fabric, add)
+    if protocols:
+        compare_protocols(world, fabric, add)
+    small(world, fabric, add)
     return lines
 
 
-def small(world: World, fabric: SymmetricFabric, add: Callable[..., None]) -> list[dict[str, Any]]:
-    """All-gather and embedding."""
+def compare_protocols(world: World, fabric: SymmetricFabric, add: Add) -> None:
+    """The three forms of the same calls: where each takes over is thresholds.json's to say."""
+    never = max(PROTOCOL_ROWS) + 1
+    instances = {
+        "fused": fused(world, fabric, never),
+        "publish, collect": fused(world, fabric, never, fused_rows=0),
+        "two-shot": fused(world, fabric, 1),
+    }
+    for count in PROTOCOL_ROWS:
+        given = Inputs(count, world.rank)
+        for name, instance in instances.items():
+            for kind in ("plain", "finalize"):
+                add(f"{name}: {kind}", count, timed(world, forms(instance, given)[kind]))
+
+
+def small(world: World, fabric: SymmetricFabric, add: Add) -> None:
+    """All-gather, and the embedding from a table that the ranks share out and each copies whole."""
     gather = LamportAllGather(rank_capacity_bytes=1 << 20, device=world.device, world=world, fabric=fabric)
     for size in (64, 4096, 32768, 262144):
         x = torch.randn(size // 4, device="cuda")
-        add(f"all-gather {size} B", 0, timed(world, lambda x=x: gather(x)))
-    table = torch.randn(129280, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        add(f"all-gather {size} B", 0, timed(world, partial(gather, x)))
+    start, end = (VOCABULARY * rank // world.size for rank in (world.rank, world.rank + 1))
+    weight = torch.randn(end - start, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    embedding = ReplicatedEmbedding.create(Shard(weight, start, end, world), STREAMS, world)
+    assert embedding is not None
     for count in (1, 8, 48):
-        ids = torch.randint(0, 129280, (count,), dtype=torch.int32, device="cuda")
-        outputs = table.new_empty(count, HIDDEN), table.new_empty(count, STREAMS, HIDDEN)
-        add("embedding", count, timed(world, lambda i=ids, o=outputs: embed_streams(i, table, *o)))
-    return []
+        ids = torch.randint(0, VOCABULARY, (count,), dtype=torch.int32, device="cuda")
+        add("embedding", count, timed(world, partial(embedding, ids)))
 
 
 def main() -> None:
@@ -235,14 +271,16 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,48,384")
     parser.add_argument("--geometries", default="", help="threads x cluster limit x fused rows, comma separated")
     parser.add_argument("--sweep", action="store_true", help="every row count from 1 to 64")
+    parser.add_argument("--protocols", action="store_true", help="fused, publish and collect, two-shot by rows")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [int(part) for part in args.rows.split(",")]
     geometries = [part for part in args.geometries.split(",") if part]
-    per_rank = spawn(measure, args.ranks, rows, args.sweep, geometries, device="cuda", timeout_s=500)
+    per_rank = spawn(measure, args.ranks, rows, args.sweep, args.protocols, geometries, device="cuda", timeout_s=500)
     conditions = {
         "gpu": torch.cuda.get_device_name(), "ranks": args.ranks, "fabric": "unicast NVLink", "hidden": HIDDEN,
-        "streams": STREAMS, "calls": CHAIN, "replays": REPLAYS, "torch": torch.__version__,
+        "streams": STREAMS, "calls": CHAIN, "replays": REPLAYS,
+        "torch": torch.__version__, "cutlass_dsl": cutlass.__version__,
     }  # fmt: skip
     text = ""
     for parts in zip(*per_rank, strict=True):

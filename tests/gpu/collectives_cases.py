@@ -80,6 +80,24 @@ def make_case(
     return Case(partials, routed, boundary, kind)
 
 
+ADVERSARIAL = {
+    "only negative zeros": [0x8000],
+    "negative zeros in odd or even halves": [0x8000, 0x3F80],
+    "subnormals of both signs": [0x8001, 0x0001, 0x807F, 0x007F, 0x8000],
+    "NaN payloads and infinities": [0x7FC1, 0xFFC1, 0x7F81, 0x7F80, 0xFF80, 0x8000, 0x3F80],
+    "any bit pattern": list(range(0, 0x10000, 7)),
+}
+"""BF16 bit patterns of contributions that could be taken for an empty slot, or spoil a sum."""
+
+
+def special(ranks: int, rows: int, hidden: int, pick: Sequence[int]) -> list[Tensor]:
+    """Contributions whose BF16 halves are drawn from given bit patterns."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    patterns = torch.tensor(pick, dtype=torch.int32, device="cuda").to(torch.int16)
+    index = torch.randint(0, len(pick), (ranks, rows, hidden), generator=generator, device="cuda")
+    return [part.view(torch.bfloat16) for part in patterns[index]]
+
+
 def make_ranks(ranks: int, hidden: int, streams: int, capacity: int, **options: Any) -> list[AllReduceMHC]:
     """One instance a virtual rank on the current GPU."""
     replay = options.pop("replay_multicast", False)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collectives_cases import (
+    ADVERSARIAL,
     KINDS,
     Case,
     check,
@@ -22,6 +23,7 @@ from collectives_cases import (
     phased,
     routed_arguments,
     same_bits,
+    special,
 )
 from torch import Tensor
 
@@ -100,30 +102,13 @@ def test_one_rank_needs_no_mailbox() -> None:
             check(case, 0, result)
 
 
-def special(ranks: int, rows: int, pick: Sequence[int]) -> list[Tensor]:
-    """Contributions whose BF16 halves are drawn from given bit patterns."""
-    generator = torch.Generator("cuda").manual_seed(7)
-    patterns = torch.tensor(pick, dtype=torch.int32, device="cuda").to(torch.int16)
-    index = torch.randint(0, len(pick), (ranks, rows, HIDDEN), generator=generator, device="cuda")
-    return [part.view(torch.bfloat16) for part in patterns[index]]
-
-
-ADVERSARIAL = {
-    "only negative zeros": [0x8000],
-    "negative zeros in odd or even halves": [0x8000, 0x3F80],
-    "subnormals of both signs": [0x8001, 0x0001, 0x807F, 0x007F, 0x8000],
-    "NaN payloads and infinities": [0x7FC1, 0xFFC1, 0x7F81, 0x7F80, 0xFF80, 0x8000, 0x3F80],
-    "any bit pattern": list(range(0, 0x10000, 7)),
-}
-
-
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one-shot", "two-shot"])
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_no_payload_is_taken_for_an_empty_slot(name: str, two_shot: bool) -> None:
     ranks, rows = 4, 5
     instances = make_ranks(ranks, HIDDEN, STREAMS, 8, two_shot_rows=1 if two_shot else 9, timeout_s=2.0)
     plain = make_case(ranks, rows, HIDDEN, STREAMS, 3)
-    case = replace(plain, partials=special(ranks, rows, ADVERSARIAL[name]))
+    case = replace(plain, partials=special(ranks, rows, HIDDEN, ADVERSARIAL[name]))
     for _ in range(4):
         results = phased(instances, case)
         torch.cuda.synchronize()
@@ -279,7 +264,7 @@ class Replay:
                 graph.replay()
 
 
-@pytest.mark.parametrize(("ranks", "replays"), [(2, 50_000), (4, 50_000)])
+@pytest.mark.parametrize(("ranks", "replays"), [(2, 50_000), (4, 50_000), (8, 10_000)])
 def test_graphs_of_two_sizes_replay_alternately(ranks: int, replays: int) -> None:
     """Each graph makes a number of calls that 3 does not divide, so that every replay starts at another generation."""
     instances, side = make_ranks(ranks, HIDDEN, STREAMS, 8), streams_for(ranks)
