@@ -5,12 +5,13 @@ ring) and paged rows (a block table). Block 0 is scratch: rows that must not be 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from quickseek import formats
+from quickseek.ops import quantize
 
 SCRATCH = 0
 """Number of the block, and of the request slot, that absorbs what must not be kept."""
@@ -20,6 +21,10 @@ SLACK = 8
 
 class Codec(Protocol):
     """How a row of ``width`` values lies in a record."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the format: "plain", "a8", "q4k" or "q4i"."""
 
     @property
     def width(self) -> int:
@@ -44,6 +49,7 @@ class Codec(Protocol):
 class PlainCodec:
     """Values as they are."""
 
+    kind: ClassVar[str] = "plain"
     width: int
     dtype: torch.dtype
 
@@ -62,6 +68,7 @@ class PlainCodec:
 class WindowCodec:
     """Window KV: E4M3 bytes, then one E8M0 byte per 32 channels (528 bytes at width 512)."""
 
+    kind: ClassVar[str] = "a8"
     width: int
     dtype: torch.dtype = torch.uint8
 
@@ -81,6 +88,7 @@ class WindowCodec:
 class GlobalKvCodec:
     """Global KV: E2M1 pairs, then one E4M3 scale byte per 16 channels (288 bytes at width 512)."""
 
+    kind: ClassVar[str] = "q4k"
     width: int
     dtype: torch.dtype = torch.uint8
 
@@ -100,6 +108,7 @@ class GlobalKvCodec:
 class IndexKeyCodec:
     """Index keys: E2M1 pairs, then one E8M0 byte per 32 channels (68 bytes at width 128)."""
 
+    kind: ClassVar[str] = "q4i"
     width: int
     dtype: torch.dtype = torch.uint8
 
@@ -136,17 +145,16 @@ class CacheView:
         return torch.where(positions < 0, positions, positions % self.block_rows)
 
     def write(self, requests: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Store values [N, width] at ``rows`` [N] of batch indices ``requests`` [N]; a negative row goes to scratch."""
-        blocks, offsets = self._locate(requests, rows)
-        self.storage[blocks, offsets] = self.codec.encode(values)
+        """Store values [N, width] at ``rows`` [N] of batch indices ``requests`` [N]; a negative row is not kept."""
+        quantize.write_records(self.storage, self.table, self.codec, requests, rows, values)
+
+    def keep(self, requests: Tensor, positions: Tensor, ends: Tensor, values: Tensor) -> None:
+        """In a ring, store values [N, width] of a step by absolute ``positions`` [N].
+
+        ``ends`` [B]: one past each request's last position in the step; rows that later ones replace are not stored.
+        """
+        quantize.keep_records(self.storage, self.table, self.codec, requests, positions, ends, values)
 
     def gather(self, requests: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Values [*rows.shape, width] at ``rows`` of ``requests`` (broadcastable); zeros where a row is negative."""
-        blocks, offsets = self._locate(requests, rows)
-        values = self.codec.decode(self.storage[blocks, offsets], dtype)
-        return values.masked_fill(rows.unsqueeze(-1) < 0, 0.0)
-
-    def _locate(self, requests: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        clamped = rows.clamp_min(0)
-        blocks = self.table[requests, clamped // self.block_rows]
-        return torch.where(rows < 0, SCRATCH, blocks), clamped % self.block_rows
+        return quantize.read_records(self.storage, self.table, self.codec, requests, rows, dtype)

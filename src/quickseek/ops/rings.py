@@ -20,12 +20,6 @@ def earlier_rows(values: Tensor, ring: CacheView, rows: StepRows, distance: Tens
     return torch.where(inside.unsqueeze(-1), values[(step - distance).clamp_min(0)], old)
 
 
-def rows_to_keep(ring: CacheView, rows: StepRows) -> Tensor:
-    """Ring row of each row of the step, int64 [T]; -1 for rows that later rows of the same step replace."""
-    last = rows.positions >= rows.ends[rows.requests] - ring.block_rows
-    return torch.where(last, rows.positions % ring.block_rows, -1)
-
-
 def keep(ring: CacheView, rows: StepRows, values: Tensor) -> None:
     """Write values [T, width] of the step; where a request has more rows than the ring, only its last ones."""
-    ring.write(rows.requests, rows_to_keep(ring, rows), values)
+    ring.keep(rows.requests, rows.positions, rows.ends, values)

@@ -53,7 +53,8 @@ class StepRows:
         steps = torch.arange(count, device=starts.device)
         return cls(
             positions=(starts.unsqueeze(1) + steps).flatten(),
-            requests=requests.repeat_interleave(count),
+            # Not repeat_interleave: it may wait for the device to learn how long its result is.
+            requests=requests.unsqueeze(1).expand(-1, count).flatten(),
             first_rows=requests * count,
             starts=starts,
             ends=starts + count,

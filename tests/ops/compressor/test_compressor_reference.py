@@ -7,7 +7,7 @@ from torch import Tensor
 from compare import assert_bits, assert_float64
 from op_cases import assert_nan_stays, filled_ring, normal, poisoned_cache, step
 from quickseek.ops import compressor as door
-from quickseek.ops.rings import rows_to_keep
+from quickseek.ops.quantize.reference import kept_rows
 from quickseek.ops.rows import StepRows
 
 WIDTH = 6
@@ -66,7 +66,7 @@ def test_closed_groups_are_numbered_by_their_last_token() -> None:
 def test_a_ring_keeps_the_last_rows_of_a_long_step() -> None:
     ring = poisoned_cache(2, 4, 2 * WIDTH)
     rows = StepRows.build([0, 5], [11, 2])
-    assert rows_to_keep(ring, rows).tolist() == [-1] * 7 + [3, 0, 1, 2] + [1, 2]
+    assert kept_rows(4, rows.requests, rows.positions, rows.ends).tolist() == [-1] * 7 + [3, 0, 1, 2] + [1, 2]
     raw = torch.cat((RAW[0], RAW[1][5:7]))
     door.keep_open_rows(raw, ring, rows)
     for position in range(7, 11):

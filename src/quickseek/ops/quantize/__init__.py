@@ -1,9 +1,16 @@
 """Quantisation of activations and cached rows: codes and scales, the values they stand for, and packed records."""
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
 from quickseek import formats
+from quickseek.ops.checks import expect_shape
 from quickseek.ops.forms import form
+
+if TYPE_CHECKING:
+    from quickseek.ops.cache import Codec
 
 SCALE_TILE_ROWS = 128
 SCALE_TILE_COLUMNS = 4
@@ -47,6 +54,39 @@ def mxfp8_scale_bytes(rows: int, hidden: int) -> int:
 def swizzle_scales(scales: Tensor) -> Tensor:
     """Scale bytes uint8 [rows, K/32] in the 128x4 layout: uint8 [mxfp8_scale_bytes], zero where there is no row."""
     out: Tensor = form(__name__, scales).swizzle_scales(scales)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- records of a cache
+
+
+def write_records(
+    storage: Tensor, table: Tensor, codec: "Codec", requests: Tensor, rows: Tensor, values: Tensor
+) -> None:
+    """Pack values [N, width] into ``storage`` at ``rows`` int64 [N] of ``requests`` int64 [N].
+
+    ``storage`` and ``table``: those of a ``CacheView``. A negative row is not kept: it touches scratch at most.
+    """
+    expect_shape("values", values, [rows.shape[0], codec.width])
+    form(__name__, storage).write_records(storage, table, codec, requests, rows, values)
+
+
+def keep_records(
+    storage: Tensor, table: Tensor, codec: "Codec", requests: Tensor, positions: Tensor, ends: Tensor, values: Tensor
+) -> None:
+    """Pack values [N, width] of absolute ``positions`` [N] into rings, whose row is the position modulo their rows.
+
+    ``ends`` int64 [B]: one past the last position of each request; what a later position replaces is not stored.
+    """
+    expect_shape("values", values, [positions.shape[0], codec.width])
+    form(__name__, storage).keep_records(storage, table, codec, requests, positions, ends, values)
+
+
+def read_records(
+    storage: Tensor, table: Tensor, codec: "Codec", requests: Tensor, rows: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Values [*rows.shape, width] in ``dtype`` at ``rows`` of ``requests`` (broadcastable); zeros at negative rows."""
+    out: Tensor = form(__name__, storage).read_records(storage, table, codec, requests, rows, dtype)
     return out
 
 
