@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from quickseek.ops.attention import reference
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_shape
+from quickseek.ops.forms import form
 from quickseek.ops.rows import StepRows
 
 
@@ -32,7 +32,9 @@ def sparse_attention(
     expect_shape("sinks", sinks, [queries.shape[1]])
     if (global_kv is None) != (lists is None):
         raise ValueError("global_kv and lists come together")
-    return reference.sparse_attention(queries, step_kv, window, rows, sinks, window_size, oldest, global_kv, lists)
+    return form(__name__, queries).sparse_attention(
+        queries, step_kv, window, rows, sinks, window_size, oldest, global_kv, lists
+    )  # type: ignore[no-any-return]
 
 
 def block_attention(
@@ -51,4 +53,6 @@ def block_attention(
     ``last[b] - window_size + 1 .. last[b]`` of request ``requests[b]`` and all r rows of its block.
     """
     expect_shape("block_kv", block_kv, [*queries.shape[:2], queries.shape[3]])
-    return reference.block_attention(queries, block_kv, window, requests, last, sinks, window_size)
+    return form(__name__, queries).block_attention(  # type: ignore[no-any-return]
+        queries, block_kv, window, requests, last, sinks, window_size
+    )

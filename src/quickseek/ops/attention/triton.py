@@ -1,0 +1,311 @@
+"""Attention on a GPU: packed or plain records are decoded in the kernel, a row's keys split over programs.
+
+Both operations are one kernel over *slots* of a row, in tiles: first the window's (ring records and rows of this
+step), then the entries of its list. With many rows a program takes all tiles of a row and writes the output: one
+launch. With few, each takes some of them and leaves maximum, sum and mixed values in FP32; a second launch adds
+these up in a fixed order. The split depends on the number of rows alone, so a row's bits do not depend on other rows.
+
+Must move: 528 bytes a window record, 288 a listed row, queries and outputs 2 h D bytes a row. The FP32 parts of a split
+row, 4 h D bytes a split, are written and read again (from the L2 cache).
+
+Everything that is read (caches, lists, tables, this step's rows) was written by earlier launches of the step, and
+sinks alone by none of them. Probabilities enter the second product as two BF16 parts, so that they keep 16 bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quickseek.ops import triton_math as math
+from quickseek.ops.cache import CacheView, GlobalKvCodec, PlainCodec, WindowCodec
+from quickseek.ops.checks import expect_dtype
+from quickseek.ops.rows import StepRows
+
+NONE, PLAIN, WINDOW, GLOBAL = -1, 0, 1, 2
+"""Kinds of records; NONE: there is no such cache."""
+TILE = 32
+"""Slots of a tile: the rows of one matrix product."""
+WARPS, STAGES = 8, 1
+MOST_HEADS = 32
+"""Query heads of a program: their FP32 sums of D channels stay in registers."""
+PROGRAMS = 264
+"""Programs that fill a GPU twice: rows are split further only below it."""
+
+
+# ---------------------------------------------------------------------------------------------- device functions
+
+
+@triton.jit
+def _records(storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
+    """BF16 values [n, padded] of the records that begin at elements ``base`` int64 [n]; zeros where not ``seen``."""
+    start = storage + base[:, None]
+    if kind == 0:
+        channel = tl.arange(0, padded)[None, :]
+        return tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0.0)
+    elif kind == 1:
+        channel = tl.arange(0, padded)[None, :]
+        group = tl.arange(0, padded // 32)[None, :]
+        codes = tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0)
+        scales = tl.load(start + width + group, mask=seen[:, None] & (group < width // 32), other=0)
+        groups = tl.reshape(math.e4m3_value(codes), (base.shape[0], padded // 32, 32))
+        values = (groups * math.e8m0_value(scales)[:, :, None]).to(tl.bfloat16)
+        return tl.reshape(values, (base.shape[0], padded))
+    else:
+        pair = tl.arange(0, padded // 2)[None, :]
+        group = tl.arange(0, padded // 16)[None, :]
+        pairs = tl.load(start + pair, mask=seen[:, None] & (pair < width // 2), other=0)
+        scales = tl.load(start + width // 2 + group, mask=seen[:, None] & (group < width // 16), other=0)
+        pairs = tl.reshape(pairs, (base.shape[0], padded // 16, 8))
+        factor = math.e4m3_value(scales)[:, :, None]
+        low = (math.e2m1_value(pairs & 15) * factor).to(tl.bfloat16)
+        high = (math.e2m1_value(pairs >> 4) * factor).to(tl.bfloat16)
+        return tl.reshape(tl.join(low, high), (base.shape[0], padded))
+
+
+@triton.jit
+def _fold(keys, seen, queries, largest, total, mixed, scale):
+    """Take keys BF16 [n, D] into the softmax of queries BF16 [D, h]: maximum and sum [h], weighted sum [D, h], FP32."""
+    scores = tl.dot(keys, queries) * scale
+    scores = tl.where(seen[:, None], scores, float("-inf"))
+    new = tl.maximum(largest, tl.max(scores, 0))
+    # While no key has been seen the maximum is -inf, and -inf - -inf would be a NaN.
+    base = tl.where(new == float("-inf"), 0.0, new)
+    weights = tl.exp(scores - base[None, :])
+    shrink = tl.exp(largest - base)
+    high = weights.to(tl.bfloat16)
+    low = (weights - high.to(tl.float32)).to(tl.bfloat16)
+    values = tl.trans(keys)
+    mixed = tl.dot(values, high, mixed * shrink[None, :])
+    mixed = tl.dot(values, low, mixed)
+    return new, total * shrink + tl.sum(weights, 0), mixed
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _attend(
+    queries, step_kv, positions, requests, starts, oldest, ring, ring_table, pages, pages_table, lists, sinks,
+    out, part_largest, part_total, part_mixed,
+    heads, tiles, list_width, scale,
+    ring_stride, ring_rows, ring_table_stride, pages_stride, pages_rows, pages_table_stride,
+    width: tl.constexpr, padded: tl.constexpr, head_block: tl.constexpr, tile_size: tl.constexpr,
+    window_size: tl.constexpr, block_rows: tl.constexpr, ring_kind: tl.constexpr, pages_kind: tl.constexpr,
+    split: tl.constexpr,
+):  # fmt: skip
+    """Tiles ``tiles * program_id(1)`` and on of row program_id(0), for ``head_block`` heads.
+
+    ``block_rows`` 0: a step's row, which sees itself and what is before it. Else: a row of a draft block, which sees
+    the window up to its request's last position, and all rows of its block.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(2) * head_block + tl.arange(0, head_block)
+    channel = tl.arange(0, padded)
+    at_head = (head[:, None] < heads) & (channel[None, :] < width)
+    place = (row * heads + head[:, None]) * width + channel[None, :]
+    query = tl.trans(tl.load(queries + place, mask=at_head, other=0.0))
+
+    if block_rows == 0:
+        request = tl.load(requests + row)
+        position = tl.load(positions + row)
+        start = tl.load(starts + request)
+        lowest = tl.maximum(tl.load(oldest + request), 0)
+        window_slots: tl.constexpr = window_size
+    else:
+        block = row // block_rows
+        request = tl.load(requests + block)
+        position = tl.load(positions + block)
+        window_slots: tl.constexpr = window_size + block_rows
+    ring_base = tl.load(ring_table + request * ring_table_stride) * ring_stride
+    ring_record: tl.constexpr = width + width // 32 if ring_kind == 1 else width
+
+    largest = tl.full((head_block,), float("-inf"), tl.float32)
+    total = tl.zeros((head_block,), tl.float32)
+    mixed = tl.zeros((padded, head_block), tl.float32)
+    window_tiles: tl.constexpr = (window_slots + tile_size - 1) // tile_size
+    first = tl.program_id(1) * tiles
+    last = first + tiles
+    for tile in range(first, tl.minimum(last, window_tiles)):
+        slot = tile * tile_size + tl.arange(0, tile_size)
+        distance = window_size - 1 - slot
+        target = position - distance
+        if block_rows == 0:
+            seen = (slot < window_slots) & (target >= lowest)
+            inside = seen & (target >= start)
+            step_row = row - distance
+        else:
+            inside = (slot >= window_size) & (slot < window_slots)
+            seen = inside | ((slot < window_size) & (target >= 0))
+            step_row = block * block_rows + slot - window_size
+        before = seen & ~inside
+        record = tl.where(before, target, 0).to(tl.int32) % ring_rows
+        keys = _records(ring, ring_base + record.to(tl.int64) * ring_record, before, width, padded, ring_kind)
+        new = _records(step_kv, step_row * width, inside, width, padded, 0)
+        keys = tl.where(inside[:, None], new, keys)
+        largest, total, mixed = _fold(keys, seen, query, largest, total, mixed, scale)
+
+    if pages_kind >= 0:
+        pages_record: tl.constexpr = width // 2 + width // 16 if pages_kind == 2 else width
+        table = pages_table + request * pages_table_stride
+        last = tl.minimum(last, window_tiles + (list_width + tile_size - 1) // tile_size)
+        for tile in range(tl.maximum(first, window_tiles), last):
+            slot = (tile - window_tiles) * tile_size + tl.arange(0, tile_size)
+            number = tl.load(lists + row * list_width + slot, mask=slot < list_width, other=-1).to(tl.int32)
+            seen = number >= 0
+            number = tl.where(seen, number, 0)
+            page = tl.load(table + number // pages_rows, mask=seen, other=0)
+            record = page * pages_stride + (number % pages_rows).to(tl.int64) * pages_record
+            keys = _records(pages, record, seen, width, padded, pages_kind)
+            largest, total, mixed = _fold(keys, seen, query, largest, total, mixed, scale)
+
+    if split:
+        part = (row * tl.num_programs(1) + tl.program_id(1)) * heads + head
+        tl.store(part_largest + part, largest, mask=head < heads)
+        tl.store(part_total + part, total, mask=head < heads)
+        # A part that has seen no key is not read, so it is not written.
+        written = at_head & (largest != float("-inf"))[:, None]
+        tl.store(part_mixed + part[:, None] * width + channel[None, :], tl.trans(mixed), mask=written)
+    else:
+        sink = tl.load(sinks + head, mask=head < heads, other=0.0)
+        top = tl.maximum(largest, sink)
+        share = tl.exp(largest - top)
+        mixed = mixed * (share / (total * share + tl.exp(sink - top)))[None, :]
+        tl.store(out + place, tl.trans(mixed).to(tl.bfloat16), mask=at_head)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _add_up(
+    part_largest, part_total, part_mixed, sinks, out, heads, parts,
+    width: tl.constexpr, channels: tl.constexpr, part_block: tl.constexpr,
+):  # fmt: skip
+    """``channels`` channels of one head of a row from its ``parts`` parts, in ascending order."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = tl.program_id(2) * channels + tl.arange(0, channels)
+    part = tl.arange(0, part_block)
+    place = (row * parts + part) * heads + head
+    largest = tl.load(part_largest + place, mask=part < parts, other=float("-inf"))
+    total = tl.load(part_total + place, mask=part < parts, other=0.0)
+    written = (largest != float("-inf"))[:, None] & (channel[None, :] < width)
+    mixed = tl.load(part_mixed + place[:, None] * width + channel[None, :], mask=written, other=0.0)
+    sink = tl.load(sinks + head)
+    top = tl.maximum(tl.max(largest, 0), sink)
+    share = tl.exp(largest - top)
+    value = tl.sum(mixed * share[:, None], 0) / (tl.sum(total * share, 0) + tl.exp(sink - top))
+    tl.store(out + (row * heads + head) * width + channel, value.to(tl.bfloat16), mask=channel < width)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def sparse_attention(
+    queries: Tensor,
+    step_kv: Tensor,
+    window: CacheView,
+    rows: StepRows,
+    sinks: Tensor,
+    window_size: int,
+    oldest: Tensor,
+    global_kv: CacheView | None,
+    lists: Tensor | None,
+) -> Tensor:
+    return _launch(
+        queries, step_kv, window, sinks, window_size, rows.positions, rows.requests, rows.starts, oldest,
+        global_kv, lists, block_rows=0,
+    )  # fmt: skip
+
+
+def block_attention(
+    queries: Tensor,
+    block_kv: Tensor,
+    window: CacheView,
+    requests: Tensor,
+    last: Tensor,
+    sinks: Tensor,
+    window_size: int,
+) -> Tensor:
+    out = _launch(
+        queries.flatten(0, 1), block_kv.flatten(0, 1), window, sinks, window_size, last, requests, last, last,
+        None, None, block_rows=queries.shape[1],
+    )  # fmt: skip
+    return out.view(queries.shape)
+
+
+def tiles_of_a_program(programs: int, tiles: int) -> int:
+    """How many of a row's ``tiles`` one program takes, if ``programs`` take one each of all rows and head groups.
+
+    The fewest that leave no more than PROGRAMS in all, or all of them: 1, 2, 4, ... so that few cases arise.
+    """
+    count = 1
+    while count < tiles and programs * triton.cdiv(tiles, count) > PROGRAMS:
+        count *= 2
+    return min(count, tiles)
+
+
+def _launch(
+    queries: Tensor,
+    step_kv: Tensor,
+    window: CacheView,
+    sinks: Tensor,
+    window_size: int,
+    positions: Tensor,
+    requests: Tensor,
+    starts: Tensor,
+    oldest: Tensor,
+    pages: CacheView | None,
+    lists: Tensor | None,
+    block_rows: int,
+) -> Tensor:
+    expect_dtype("queries", queries, torch.bfloat16)
+    expect_dtype("step_kv", step_kv, torch.bfloat16)
+    expect_dtype("sinks", sinks, torch.float32)
+    count, heads, width = queries.shape
+    ring_kind = _kind("window", window, width)
+    pages_kind = NONE if pages is None else _kind("global_kv", pages, width)
+    queries, step_kv = queries.contiguous(), step_kv.contiguous()
+    lists = None if lists is None else lists.contiguous()
+    list_width = 0 if lists is None else lists.shape[1]
+    head_block = 16 if heads <= 16 else MOST_HEADS
+    padded = max(32, triton.next_power_of_2(width))
+    groups = triton.cdiv(heads, head_block)
+    tiles = triton.cdiv(window_size + block_rows, TILE) + triton.cdiv(list_width, TILE)
+    each = tiles_of_a_program(count * groups, tiles)
+    parts = triton.cdiv(tiles, each)
+    out = torch.empty_like(queries)
+    # Without a split nothing is written to the parts: any tensor will do.
+    largest = total = mixed = sinks
+    if parts > 1:
+        largest = torch.empty(count, parts, heads, dtype=torch.float32, device=queries.device)
+        total = torch.empty(count, parts, heads, dtype=torch.float32, device=queries.device)
+        mixed = torch.empty(count, parts, heads, width, dtype=torch.float32, device=queries.device)
+    other = window if pages is None else pages
+    _attend[(count, parts, groups)](
+        queries, step_kv, positions, requests, starts, oldest, window.storage, window.table, other.storage,
+        other.table, requests if lists is None else lists, sinks, out, largest, total, mixed,
+        heads, each, list_width, width**-0.5,
+        window.storage.stride(0), window.block_rows, window.table.stride(0),
+        other.storage.stride(0), other.block_rows, other.table.stride(0),
+        width=width, padded=padded, head_block=head_block, tile_size=TILE, window_size=window_size,
+        block_rows=block_rows, ring_kind=ring_kind, pages_kind=pages_kind, split=parts > 1, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    if parts > 1:
+        channels = min(128, padded)
+        _add_up[(count, heads, triton.cdiv(width, channels))](
+            largest, total, mixed, sinks, out, heads, parts,
+            width=width, channels=channels, part_block=triton.next_power_of_2(parts), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _kind(name: str, cache: CacheView, width: int) -> int:
+    """The kind of a cache's records; a ValueError for a cache that the kernel cannot read."""
+    kinds = {PlainCodec: PLAIN, WindowCodec: WINDOW, GlobalKvCodec: GLOBAL}
+    kind = kinds.get(type(cache.codec))  # type: ignore[call-overload]
+    if kind is None:
+        raise ValueError(f"{name} has records of {type(cache.codec).__name__}: expected plain, window or global KV ones")
+    if cache.codec.width != width:
+        raise ValueError(f"{name} has rows of {cache.codec.width} values: expected {width}")
+    expect_dtype(name, cache.storage, torch.bfloat16 if kind == PLAIN else torch.uint8)
+    if not cache.storage[0].is_contiguous() or cache.table.stride(-1) != 1 and cache.table.shape[1] > 1:
+        raise ValueError(f"{name} has strides {cache.storage.stride()}: expected the records of a block in a row")
+    return int(kind)
