@@ -4,7 +4,7 @@ from torch import Tensor
 
 from quickseek.ops import linear as linear_op
 from quickseek.ops.checks import expect_shape
-from quickseek.ops.head import reference
+from quickseek.ops.forms import form
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -18,4 +18,5 @@ def confidence(collapsed: Tensor, markov: Tensor, weight: Tensor) -> Tensor:
     ``weight`` [1, H + r].
     """
     expect_shape("weight", weight, [1, collapsed.shape[1] + markov.shape[1]])
-    return reference.confidence(collapsed, markov, weight)
+    out: Tensor = form(__name__, collapsed).confidence(collapsed, markov, weight)
+    return out

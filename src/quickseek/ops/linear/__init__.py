@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quickseek.ops.checks import expect_shape
+from quickseek.formats import BLOCK
+from quickseek.ops.checks import expect_dtype, expect_shape
+from quickseek.ops.forms import form
 from quickseek.ops.linear import reference
 
 
@@ -33,6 +35,18 @@ class Fp4Weight:
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
 
 
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Inputs after A8: ``codes`` float8_e4m3fn [..., K] and ``scales`` E8M0 bytes uint8 [..., K/32] (spec 3.6, 4)."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
 Weight = Tensor | Fp8Weight | Fp4Weight
 """A weight [O, I]: plain, or packed; a packed one asks for quantised inputs."""
 
@@ -42,20 +56,31 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     return reference.dequantize(weight, dtype)
 
 
-def linear(x: Tensor, weight: Weight, *, quantize_input: bool = True) -> Tensor:
-    """x [..., I] times weight [O, I] transposed: [..., O] in x's dtype.
+def linear(x: Tensor | QuantizedRows, weight: Weight, *, quantize_input: bool = True) -> Tensor:
+    """x [..., I] times weight [O, I] transposed: [..., O] in x's dtype, BF16 for ``QuantizedRows``.
 
-    A packed weight takes A8-quantised inputs (spec/model.md 3.6) unless ``quantize_input`` is off; products
-    accumulate in fp32 (float64 for float64 inputs).
+    A packed weight takes A8-quantised inputs (spec/model.md 3.6): x as ``QuantizedRows``, or quantised here unless
+    ``quantize_input`` is off. Products accumulate in fp32 (float64 for float64 inputs).
     """
-    expect_shape("x", x, [*x.shape[:-1], weight.shape[-1]])
-    return reference.linear(x, weight, quantize_input)
+    values = x if isinstance(x, Tensor) else x.codes
+    expect_shape("x", values, [*values.shape[:-1], weight.shape[-1]])
+    if isinstance(x, QuantizedRows):
+        expect_dtype("x.codes", x.codes, torch.float8_e4m3fn)
+        expect_dtype("x.scales", x.scales, torch.uint8)
+        expect_shape("x.scales", x.scales, [*values.shape[:-1], values.shape[-1] // BLOCK])
+        if isinstance(weight, Tensor):
+            raise ValueError("x is quantised: expected a packed weight, not plain values")
+    elif not isinstance(weight, Tensor) and quantize_input and x.shape[-1] % BLOCK:
+        raise ValueError(f"x has {x.shape[-1]} columns: expected a multiple of {BLOCK} to quantise them")
+    out: Tensor = form(__name__, values).linear(x, weight, quantize_input)
+    return out
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
     """fp32 (float64 for float64 inputs) product of both sides promoted: router, ratio-2 compressor, heads."""
     expect_shape("x", x, [*x.shape[:-1], weight.shape[-1]])
-    return reference.linear_wide(x, weight)
+    out: Tensor = form(__name__, x).linear_wide(x, weight)
+    return out
 
 
 def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
@@ -66,4 +91,5 @@ def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
     expect_shape("x", x, [None, None, weight.shape[-1]])
     if weight.shape[0] % x.shape[1]:
         raise ValueError(f"weight has {weight.shape[0]} rows: expected a multiple of x's {x.shape[1]} groups")
-    return reference.grouped_linear(x, weight)
+    out: Tensor = form(__name__, x).grouped_linear(x, weight)
+    return out

@@ -10,7 +10,7 @@ from quickseek import formats
 from quickseek.numerics import wide_dtype
 
 if TYPE_CHECKING:
-    from quickseek.ops.linear import Weight
+    from quickseek.ops.linear import QuantizedRows, Weight
 
 
 def dequantize(weight: "Weight", dtype: torch.dtype) -> Tensor:
@@ -22,8 +22,10 @@ def dequantize(weight: "Weight", dtype: torch.dtype) -> Tensor:
     return formats.dequantize_fp4_rows(weight.codes, weight.scales, dtype)
 
 
-def linear(x: Tensor, weight: "Weight", quantize_input: bool = True) -> Tensor:
-    if isinstance(weight, Tensor):
+def linear(x: "Tensor | QuantizedRows", weight: "Weight", quantize_input: bool = True) -> Tensor:
+    if not isinstance(x, Tensor):
+        x = formats.dequantize_a8(x.codes, x.scales, torch.bfloat16)
+    elif isinstance(weight, Tensor):
         if weight.dtype == x.dtype and x.dtype != torch.bfloat16:
             return F.linear(x, weight)
     elif quantize_input:

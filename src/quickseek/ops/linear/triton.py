@@ -1,0 +1,293 @@
+"""Linear kernels on weights as stored: packed codes become BF16 in registers, tensor cores multiply, sums are FP32.
+
+``_few`` (up to 16 rows, one launch): a program has 16 or 32 outputs, each of its 4 warps a part of K; it reads its
+weights once, and the activations, which up to 8 rows it quantises itself. ``_many`` (more rows): tiles of outputs and
+rows; where they are too few for the GPU, K is split and ``_sum_parts`` adds the parts in order (a second launch); A8
+or ``_unpack_rows`` runs before it once (a launch more). ``_plain`` (one launch): products with an FP32 side, without
+tensor cores. Bytes: the weight as stored, and rows in and out.
+
+E8M0 scales multiply codes, or in ``_few`` activations, in FP32 before the rounding to BF16, which is exact for scales
+within 2^100 of one. Nothing is read before a predecessor's output.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quickseek.formats import BLOCK
+from quickseek.ops import quantize
+from quickseek.ops import triton_math as math
+from quickseek.ops.checks import expect_dtype
+
+if TYPE_CHECKING:
+    from quickseek.ops.linear import QuantizedRows, Weight
+
+FEW_ROWS = 16
+"""Rows up to which one launch without tiles of rows is used."""
+ROWS_QUANTIZED_INSIDE = 8
+"""Rows up to which every program quantises the activations for itself, which costs less than a launch."""
+SMS = 132
+"""Programs that fill the GPU: an H200's multiprocessors."""
+MOST_SPLITS = 16
+SUM_BLOCK = 1024
+
+
+@triton.jit
+def _fp4_values(codes, scales, SHAPE: tl.constexpr, GROUPS: tl.constexpr):
+    """BF16 values [..., K] (SHAPE) of packed codes [..., K/2] and E8M0 bytes [..., K/32] (GROUPS: its shape and 32)."""
+    nibbles = tl.join(codes & 15, codes >> 4)
+    values = tl.reshape(math.e2m1_value(nibbles), GROUPS) * tl.expand_dims(math.e8m0_value(scales), -1)
+    return tl.reshape(values, SHAPE).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _few(
+    x, x_scales, weight, weight_scales, out,
+    rows, outputs, inner, x_stride, x_group, x_scales_stride, weight_stride, scales_stride,
+    KIND: tl.constexpr, INPUT: tl.constexpr,
+    ROWS: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """out[t, g, o] for OUT outputs o of group g: each of PARTS warps multiplies PART of every PARTS * PART of K."""
+    group, first = tl.program_id(1), tl.program_id(0) * OUT
+    outs, row = first + tl.arange(0, OUT), tl.arange(0, ROWS)
+    weight_row = (group * outputs + outs).to(tl.int64)
+    here, there = outs < outputs, row < rows
+    GROUPS: tl.constexpr = PART // 32
+    x_base = x + group.to(tl.int64) * x_group
+    x_rows = row.to(tl.int64) * x_stride
+    sums = tl.zeros((PARTS, OUT, ROWS), tl.float32)
+    for start in range(0, inner, PARTS * PART):
+        begins = start + tl.arange(0, PARTS) * PART
+        k = begins[:, None, None] + tl.arange(0, PART)[None, None, :]
+        blocks = begins[:, None] // 32 + tl.arange(0, GROUPS)[None, :]
+        block_here = blocks * 32 < inner
+        if KIND == "fp4":
+            pair = begins[:, None, None] // 2 + tl.arange(0, PART // 2)[None, None, :]
+            place = weight + weight_row[None, :, None] * weight_stride + pair
+            codes = tl.load(place, mask=here[None, :, None] & (pair * 2 < inner), other=0)
+            place = weight_scales + weight_row[None, :, None] * scales_stride + blocks[:, None, :]
+            scales = tl.load(place, mask=here[None, :, None] & block_here[:, None, :], other=0)
+            values = _fp4_values(codes, scales, (PARTS, OUT, PART), (PARTS, OUT, GROUPS, 32))
+        else:
+            place = weight + weight_row[None, :, None] * weight_stride + k
+            codes = tl.load(place, mask=here[None, :, None] & (k < inner), other=0)
+            values = math.e4m3_value(codes).to(tl.bfloat16) if KIND == "fp8" else codes
+        place = x_base + x_rows[None, :, None] + k
+        taken = tl.load(place, mask=there[None, :, None] & (k < inner), other=0)
+        # Where a tile of outputs lies in one block row, the block's scale may as well multiply the few activations.
+        if KIND == "fp8" or INPUT != "plain":
+            if INPUT == "codes":
+                taken = math.e4m3_value(taken)
+                place = x_scales + row[None, :, None] * x_scales_stride + blocks[:, None, :]
+                scale = math.e8m0_value(tl.load(place, mask=there[None, :, None] & block_here[:, None, :], other=0))
+            else:
+                scale = tl.full((PARTS, ROWS, GROUPS), 1.0, tl.float32)
+            groups = tl.reshape(taken.to(tl.float32), (PARTS, ROWS, GROUPS, 32))
+            if INPUT == "a8":
+                groups = math.fake_quantize_a8(groups)
+            if KIND == "fp8":
+                block_row = (group * outputs + first).to(tl.int64) // 32
+                place = weight_scales + block_row * scales_stride + blocks
+                scale *= math.e8m0_value(tl.load(place, mask=block_here, other=0))[:, None, :]
+            taken = tl.reshape(groups * scale[:, :, :, None], (PARTS, ROWS, PART)).to(tl.bfloat16)
+        sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
+    place = out + row[None, :].to(tl.int64) * (outputs * tl.num_programs(1)) + weight_row[:, None]
+    total = tl.sum(sums, 0).to(out.dtype.element_ty)
+    tl.store(place, total, mask=here[:, None] & there[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "part", "splits"])
+def _many(
+    x, weight, weight_scales, out,
+    rows, outputs, inner, part, splits, x_stride, x_group, weight_stride, scales_stride, block_rows,
+    KIND: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Sums over ``part`` of K: out[split, t, g, o] for a tile of rows t and outputs o. x is BF16."""
+    group, split = tl.program_id(2) // splits, tl.program_id(2) % splits
+    outs, row = tl.program_id(1) * OUT + tl.arange(0, OUT), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    weight_row = (group * outputs + outs).to(tl.int64)
+    here, there = outs < outputs, row < rows
+    GROUPS: tl.constexpr = STEP // 32
+    x_rows = x + group.to(tl.int64) * x_group + row.to(tl.int64) * x_stride
+    codes_rows = weight + weight_row * weight_stride
+    scale_rows = weight_scales + weight_row // block_rows * scales_stride
+    sums = tl.zeros((OUT, ROWS), tl.float32)
+    stop = tl.minimum(inner, (split + 1) * part)
+    for start in range(split * part, stop, STEP):
+        k = start + tl.arange(0, STEP)
+        blocks = start // 32 + tl.arange(0, GROUPS)
+        if KIND != "bf16":
+            scales = tl.load(
+                scale_rows[:, None] + blocks[None, :], mask=here[:, None] & (blocks * 32 < stop)[None, :], other=0
+            )
+        if KIND == "fp4":
+            pair = start // 2 + tl.arange(0, STEP // 2)
+            codes = tl.load(
+                codes_rows[:, None] + pair[None, :], mask=here[:, None] & (pair * 2 < stop)[None, :], other=0
+            )
+            values = _fp4_values(codes, scales, (OUT, STEP), (OUT, GROUPS, 32))
+        else:
+            codes = tl.load(codes_rows[:, None] + k[None, :], mask=here[:, None] & (k < stop)[None, :], other=0)
+            if KIND == "fp8":
+                scaled = tl.reshape(math.e4m3_value(codes), (OUT, GROUPS, 32)) * math.e8m0_value(scales)[:, :, None]
+                values = tl.reshape(scaled, (OUT, STEP)).to(tl.bfloat16)
+            else:
+                values = codes
+        taken = tl.load(x_rows[:, None] + k[None, :], mask=there[:, None] & (k < stop)[None, :], other=0.0)
+        sums = tl.dot(values, tl.trans(taken), sums)
+    width = outputs * (tl.num_programs(2) // splits)
+    place = out + (split * rows + row[None, :]).to(tl.int64) * width + weight_row[:, None]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
+
+
+@triton.jit(do_not_specialize=["size", "splits"])
+def _sum_parts(parts, out, size, splits, WIDTH: tl.constexpr):
+    """out[i] = parts[0, i] + parts[1, i] + ..., in this order."""
+    place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.load(parts + place, mask=place < size, other=0.0)
+    for split in range(1, splits):
+        total += tl.load(parts + split * size.to(tl.int64) + place, mask=place < size, other=0.0)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _unpack_rows(codes, scales, out, size, WIDTH: tl.constexpr):
+    """BF16 values of E4M3 codes and their E8M0 bytes."""
+    group = tl.program_id(0).to(tl.int64) * (WIDTH // 32) + tl.arange(0, WIDTH // 32)
+    place = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    scale = math.e8m0_value(tl.load(scales + group, mask=group * 32 < size, other=0))
+    values = math.e4m3_value(tl.load(codes + place, mask=place < size, other=0)) * scale[:, None]
+    tl.store(out + place, values.to(tl.bfloat16), mask=place < size)
+
+
+@triton.jit
+def _plain(
+    x, weight, out, outputs, inner, x_stride, weight_stride, OUT: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """out[t, o] of row t and OUT outputs o; both sides are promoted to FP32."""
+    row = tl.program_id(1).to(tl.int64)
+    outs = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    sums = tl.zeros((OUT, STEP), tl.float32)
+    for start in range(0, inner, STEP):
+        k = start + tl.arange(0, STEP)
+        taken = tl.load(x + row * x_stride + k, mask=k < inner, other=0.0).to(tl.float32)
+        place = weight + outs[:, None].to(tl.int64) * weight_stride + k[None, :]
+        values = tl.load(place, mask=(outs < outputs)[:, None] & (k < inner)[None, :], other=0.0).to(tl.float32)
+        sums += values * taken[None, :]
+    tl.store(out + row * outputs + outs, tl.sum(sums, 1), mask=outs < outputs)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def linear(x: "Tensor | QuantizedRows", weight: "Weight", quantize_input: bool = True) -> Tensor:
+    if not isinstance(x, Tensor):
+        expect_dtype("x.codes", x.codes, torch.float8_e4m3fn)
+        codes = _rows(x.codes.view(torch.uint8))
+        out = _product(codes, _rows(x.scales), weight, "codes", torch.bfloat16)
+        return out.view(*x.shape[:-1], weight.shape[-2])
+    expect_dtype("x", x, torch.bfloat16)
+    given = "plain" if isinstance(weight, Tensor) or not quantize_input else "a8"
+    return _product(_rows(x), None, weight, given, torch.bfloat16).view(*x.shape[:-1], weight.shape[-2])
+
+
+def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
+    expect_dtype("x", x, torch.bfloat16, torch.float32)
+    expect_dtype("weight", weight, torch.bfloat16, torch.float32)
+    rows = _rows(x)
+    if x.dtype == weight.dtype == torch.bfloat16:
+        out = _product(rows, None, weight, "plain", torch.float32)
+    else:
+        weight = _rows(weight)
+        out = torch.empty(rows.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+        if out.numel():
+            grid = (triton.cdiv(weight.shape[0], 16), rows.shape[0])
+            sizes = (*weight.shape, rows.stride(0), weight.stride(0))
+            _plain[grid](rows, weight, out, *sizes, OUT=16, STEP=128, num_warps=4)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def grouped_linear(x: Tensor, weight: "Weight") -> Tensor:
+    expect_dtype("x", x, torch.bfloat16)
+    return _product(x if x.stride(-1) == 1 else x.contiguous(), None, weight, "plain", torch.bfloat16)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., K] as [T, K] whose values lie side by side."""
+    flat = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dtype: torch.dtype) -> Tensor:
+    """[T, O] in ``dtype`` of x [T, K], or [T, G, K] for a block-diagonal weight.
+
+    ``given``: x is "plain" BF16, BF16 that goes through "a8", or "codes" (bytes) with ``scales``.
+    """
+    kind, codes, weight_scales = _stored(weight)
+    rows, inner = x.shape[0], x.shape[-1]
+    groups = x.shape[1] if x.dim() == 3 else 1
+    outputs = codes.shape[0] // groups
+    out = torch.empty(rows, codes.shape[0], dtype=dtype, device=x.device)
+    if not out.numel():
+        return out
+    # _few needs tiles of outputs that lie in one block row of scales.
+    if rows > FEW_ROWS or (kind == "fp8" and groups > 1 and outputs % BLOCK):
+        return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
+    if given == "a8" and rows > ROWS_QUANTIZED_INSIDE:
+        x, given = quantize.fake_quantize_a8(x), "plain"
+    wide = triton.cdiv(outputs, 32) * groups >= 2 * SMS
+    part = 128 if kind != "bf16" and inner >= 2048 else 64
+    _few[(triton.cdiv(outputs, 32 if wide else 16), groups)](
+        x, x if scales is None else scales, codes, weight_scales, out,
+        rows, outputs, inner, x.stride(0), x.stride(1) if groups > 1 else 0,
+        0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0),
+        KIND=kind, INPUT=given, ROWS=8 if rows <= 8 else 16, OUT=32 if wide else 16, PARTS=4, PART=part,
+        num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+def _tiled(
+    x: Tensor, scales: Tensor | None, stored: tuple[str, Tensor, Tensor], given: str, out: Tensor,
+    outputs: int, groups: int,
+) -> Tensor:  # fmt: skip
+    kind, codes, weight_scales = stored
+    rows, inner = x.shape[0], x.shape[-1]
+    if given == "a8":
+        x = quantize.fake_quantize_a8(x)
+    elif scales is not None:
+        packed, x = x.contiguous(), torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        _unpack_rows[(triton.cdiv(x.numel(), SUM_BLOCK),)](
+            packed, scales.contiguous(), x, x.numel(), WIDTH=SUM_BLOCK, num_warps=4
+        )
+    tile_rows, tile, step, warps = (64, 64, 128, 4) if rows <= 64 else (128, 128, 64, 8)
+    tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(outputs, tile) * groups
+    splits = max(1, min(MOST_SPLITS, 2 * SMS // tiles, inner // 512))
+    part = triton.cdiv(triton.cdiv(inner, splits), step) * step
+    splits = triton.cdiv(inner, part)
+    parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
+    _many[(triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile), groups * splits)](
+        x, codes, weight_scales, parts,
+        rows, outputs, inner, part, splits, x.stride(0), x.stride(1) if groups > 1 else 0,
+        codes.stride(0), weight_scales.stride(0), BLOCK if kind == "fp8" else 1,
+        KIND=kind, ROWS=tile_rows, OUT=tile, STEP=step, num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _sum_parts[(triton.cdiv(out.numel(), SUM_BLOCK),)](
+            parts, out, out.numel(), splits, WIDTH=SUM_BLOCK, num_warps=4
+        )
+    return out
+
+
+def _stored(weight: "Weight") -> tuple[str, Tensor, Tensor]:
+    """How a weight is stored, its codes as bytes (or its values) and its scales (or the values again)."""
+    if isinstance(weight, Tensor):
+        expect_dtype("weight", weight, torch.bfloat16)
+        return "bf16", _rows(weight), weight
+    expect_dtype("weight.codes", weight.codes, torch.float8_e4m3fn, torch.uint8)
+    expect_dtype("weight.scales", weight.scales, torch.uint8)
+    kind = "fp8" if weight.codes.dtype == torch.float8_e4m3fn else "fp4"
+    return kind, _rows(weight.codes.view(torch.uint8)), _rows(weight.scales)
