@@ -24,7 +24,7 @@ OPERATIONS = (
 KERNELS = {"cute", "triton"}
 MORE_FILES = {"sampling": {"adjust_reference", "verify_reference", "parameters", "philox"}, "collectives": None}
 """Folders with several references or kernels: the names of the others' files, None for any."""
-TEST_FOLDERS_BESIDE_SRC = {"golden", "protocol", "gpu", "e2e", "compile"}
+TEST_FOLDERS_BESIDE_SRC = {"golden", "protocol", "gpu", "e2e", "compile", "tools"}
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|home|root|tmp|mnt|Users)/\w")
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
