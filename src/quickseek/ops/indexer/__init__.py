@@ -4,7 +4,7 @@ from torch import Tensor
 
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_shape
-from quickseek.ops.indexer import reference
+from quickseek.ops.forms import form
 from quickseek.ops.indexer.reference import Selection as Selection
 from quickseek.ops.rows import StepRows
 
@@ -30,4 +30,7 @@ def select(
     """
     expect_shape("weights", weights, queries.shape[:2])
     expect_shape("queries", queries, [rows.positions.shape[0], None, keys.codec.width])
-    return reference.select(queries, weights, keys, rows, ratio, top_k, block_size, publish_blocks, candidates)
+    found: Selection = form(__name__, queries).select(
+        queries, weights, keys, rows, ratio, top_k, block_size, publish_blocks, candidates
+    )
+    return found
