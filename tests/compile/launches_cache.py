@@ -8,8 +8,12 @@ from quickseek.ops.cache import Codec, GlobalKvCodec, IndexKeyCodec, PlainCodec,
 from quickseek.ops.quantize import triton as kernels
 
 CODECS: list[Codec] = [
-    WindowCodec(512), GlobalKvCodec(512), IndexKeyCodec(128), PlainCodec(1024, torch.float32), PlainCodec(1, torch.int32),
-]  # fmt: skip
+    WindowCodec(512),
+    GlobalKvCodec(512),
+    IndexKeyCodec(128),
+    PlainCodec(1024, torch.float32),
+    PlainCodec(1, torch.int32),
+]
 
 
 def records(codec: Codec) -> dict[str, Callable[[], object]]:

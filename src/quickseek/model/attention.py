@@ -13,7 +13,7 @@ from quickseek.model.modules import Linear, RMSNorm, parameter, shard
 from quickseek.numerics import Numerics
 from quickseek.ops import attention as attention_op
 from quickseek.ops import linear as linear_op
-from quickseek.ops import norm_rope, quantize, rings
+from quickseek.ops import norm_rope, rings
 from quickseek.ops.norm_rope import Rotation
 from quickseek.parallel.world import World
 
@@ -52,22 +52,29 @@ class Attention(nn.Module):
 
     def latents(self, x: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
         """Query latent [T, q_lora_rank], normalised, and window KV [T, D], rotated and quantised (spec 6.1)."""
-        latent, kv = self.wqa_wkv(x).split((self.config.q_lora_rank, self.config.head_dim), -1)
-        return self.q_norm(latent), self.finish_kv(kv, turn)
+        return norm_rope.normalised_latents(
+            self.wqa_wkv(x),
+            self.q_norm.weight,
+            self.kv_norm.weight,
+            self.config.rms_norm_eps,
+            turn,
+            quantise=self.numerics.quantize_caches,
+        )
 
     def finish_kv(self, kv: Tensor, turn: Rotation) -> Tensor:
         """Window KV [T, D] of its projection [T, D]."""
-        kv = norm_rope.apply_rope(self.kv_norm(kv), turn)
-        return quantize.fake_quantize_a8(kv) if self.numerics.quantize_caches else kv
+        return norm_rope.normalised_kv(
+            kv, self.kv_norm.weight, self.config.rms_norm_eps, turn, quantise=self.numerics.quantize_caches
+        )
 
     def queries(self, latent: Tensor, turn: Rotation) -> Tensor:
         """Rotated queries [T, local heads, D] of query latents."""
         queries = self.wq_b(latent).unflatten(-1, (self.local_heads, self.config.head_dim))
-        return norm_rope.apply_rope(queries, turn)
+        return norm_rope.apply_rope(queries, turn, overwrite=True)
 
     def output(self, attended: Tensor, turn: Rotation) -> Tensor:
         """This rank's share of the output [T, H] of attended values [T, local heads, D] (spec 6.6, 6.7)."""
-        attended = norm_rope.apply_rope(attended, turn, inverse=True)
+        attended = norm_rope.apply_rope(attended, turn, inverse=True, overwrite=True)
         grouped = attended.flatten(1).unflatten(1, (self.local_groups, -1))
         return self.wo_b(linear_op.grouped_linear(grouped, self.wo_a.value))
 

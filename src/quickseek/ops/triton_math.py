@@ -130,3 +130,39 @@ def fake_quantize_q4k(groups):
     scale = q4k_scale(groups)
     value = tl.where(has_nan(groups), float("nan"), e4m3_value(scale))
     return e2m1_value(q4k_codes(groups, scale)) * tl.expand_dims(value, -1)
+
+
+# ---------------------------------------------------------------------------------------------- norm and rotation
+
+
+@triton.jit
+def rms_norm(x, weight, eps, WIDTH: tl.constexpr):
+    """RMSNorm of a row x [padded] of FP32 values, zero beyond WIDTH, with weights [padded] in FP32."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
+
+
+@triton.jit
+def rotate_pairs(even, odd, cos, sin):
+    """Even and odd channels of rotated pairs."""
+    return even * cos - odd * sin, even * sin + odd * cos
+
+
+@triton.jit
+def rotate_tail(x, cos, sin, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr):
+    """A row x [PADDED] of FP32 values, the last PAIRS pairs of its WIDTH channels rotated by what cos and sin point to.
+
+    ``cos``, ``sin``: pointers to [PAIRS] FP32. The other channels keep their bits, NaN and infinity included.
+    """
+    even, odd = tl.split(tl.reshape(x, [PADDED // 2, 2]))
+    pair = tl.arange(0, PADDED // 2) - (WIDTH // 2 - PAIRS)
+    turned = (pair >= 0) & (pair < PAIRS)
+    c = tl.load(cos + pair, mask=turned, other=1.0)
+    s = tl.load(sin + pair, mask=turned, other=0.0)
+    first, second = rotate_pairs(even, odd, c, s)
+    return tl.reshape(tl.join(tl.where(turned, first, even), tl.where(turned, second, odd)), [PADDED])
+
+
+@triton.jit
+def rounded(x):
+    """FP32 values after a rounding to BF16."""
+    return x.to(tl.bfloat16).to(tl.float32)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quickseek.numerics import wide_dtype
+from quickseek.ops.quantize import fake_quantize_a8
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,19 @@ def apply_rope(x: Tensor, turn: Rotation, inverse: bool) -> Tensor:
     even, odd = x[..., -width::2].to(cos.dtype), x[..., x.shape[-1] - width + 1 :: 2].to(cos.dtype)
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
     return torch.cat((x[..., : x.shape[-1] - width], rotated), -1)
+
+
+def apply_rope_over(x: Tensor, turn: Rotation, inverse: bool) -> Tensor:
+    return apply_rope(x, turn, inverse)
+
+
+def normalised_latents(
+    projected: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, turn: Rotation, quantise: bool
+) -> tuple[Tensor, Tensor]:
+    latent, kv = projected.split((q_weight.shape[0], kv_weight.shape[0]), -1)
+    return rms_norm(latent, q_weight, eps), normalised_kv(kv, kv_weight, eps, turn, quantise)
+
+
+def normalised_kv(kv: Tensor, weight: Tensor, eps: float, turn: Rotation, quantise: bool) -> Tensor:
+    kv = apply_rope(rms_norm(kv, weight, eps), turn, False)
+    return fake_quantize_a8(kv) if quantise else kv
