@@ -1,6 +1,7 @@
 """Inputs for tests of operations: seeded numbers, caches whose unwritten records are NaN, and what a NaN may touch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -43,6 +44,24 @@ def step(values: Sequence[Tensor], rows: StepRows) -> Tensor:
     """The rows of a step, taken from each request's whole sequence of values."""
     parts = zip(values, rows.starts.tolist(), rows.ends.tolist(), strict=True)
     return torch.cat([value[start:end] for value, start, end in parts])
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Within, ``torch.empty`` gives NaN or -7 777, so that what a kernel leaves unwritten shows."""
+    shipped: Callable[..., Tensor] = torch.empty
+
+    def poisoned(*size: object, **options: object) -> Tensor:
+        out = shipped(*size, **options)
+        if out.dtype.is_floating_point and out.element_size() > 1:
+            return out.fill_(torch.nan)
+        return out.fill_(-7777) if out.dtype.is_signed else out.fill_(201)
+
+    torch.empty = poisoned  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.empty = shipped
 
 
 def assert_nan_stays(run: Callable[[Tensor], Tensor], x: Tensor, row: int, rows: Sequence[int] | None = None) -> None:

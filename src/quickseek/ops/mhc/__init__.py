@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from quickseek.ops.checks import expect_shape
-from quickseek.ops.mhc import reference
+from quickseek.ops.forms import form
 from quickseek.ops.mhc.reference import Mixes as Mixes
 
 
@@ -27,27 +27,27 @@ def coefficients(
     expect_shape("fn", fn, [width, streams.shape[1:].numel()])
     expect_shape("base", base, [width])
     expect_shape("scale", scale, [3])
-    return reference.coefficients(streams, fn, scale, base, norm_eps, hc_eps, iterations, hc_mult)
+    return form(__name__, streams).coefficients(streams, fn, scale, base, norm_eps, hc_eps, iterations, hc_mult)
 
 
 def first_streams(x: Tensor, hc_mult: int) -> tuple[Tensor, Tensor]:
     """Streams [T, n, H], a view of n copies of x [T, H], and the pre-mix [T, n] that picks the first (spec 5.1)."""
     expect_shape("x", x, [None, None])
-    return reference.first_streams(x, hc_mult)
+    return form(__name__, x).first_streams(x, hc_mult)
 
 
 def post(streams: Tensor, output: Tensor, mixes: Mixes) -> Tensor:
     """New streams [T, n, H]: ``post[j] * output + sum_i comb[i, j] * streams[i]``, rounded once (spec 5.3)."""
     expect_shape("output", output, [streams.shape[0], streams.shape[2]])
-    return reference.post(streams, output, mixes)
+    return form(__name__, streams).post(streams, output, mixes)
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """``sum_i pre[i] * streams[i]``: [T, H] in the streams' dtype (spec 5.3)."""
     expect_shape("pre", pre, streams.shape[:2])
-    return reference.collapse(streams, pre)
+    return form(__name__, streams).collapse(streams, pre)
 
 
 def stream_mean(streams: Tensor) -> Tensor:
     """The plain mean over the copies [T, H]: what the draft head reads (spec 10.2)."""
-    return reference.stream_mean(streams)
+    return form(__name__, streams).stream_mean(streams)
