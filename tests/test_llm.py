@@ -197,8 +197,8 @@ def test_options_are_checked_and_unknown_ones_refused(directory: Path) -> None:
         LLM(directory, tensor_parallel_size=2)
     with pytest.raises(TypeError, match="speculate"):
         LLM(directory, speculate=3)
-    with pytest.raises(NotImplementedError, match="cuda"):
-        LLM(directory, device="cuda")
+    with pytest.raises(ConfigError, match=r"device = 'cuda:9'.*GPUs that this machine has"):
+        LLM(directory, device="cuda:9")
     with pytest.raises(ConfigError, match="dtype"):
         LLM(directory, mode="trained", dtype="float64")
 

@@ -54,7 +54,7 @@ def generate(
     speculative_tokens: Annotated[int, typer.Option(help="Drafts per step, up to the trained block.")] = 0,
     mode: Annotated[str, typer.Option(help="auto, exact or trained (spec/equality.md).")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 or float64, in exact mode.")] = None,
-    device: Annotated[str, typer.Option(help="cpu.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     max_model_len: Annotated[int | None, typer.Option(help="Longest context, prompt and answer together.")] = None,
     decode_backend: Annotated[str, typer.Option(help="auto, stock or latency_specialized.")] = "auto",
 ) -> None:
@@ -148,7 +148,9 @@ def figures(llm: "LLM", output: "RequestOutput") -> str:
         line += f", {output.accepted} of {output.drafted} drafts accepted"
     numerics = llm.model.numerics
     mode = llm.engine_config.resolved_mode
-    return f"{line} ({mode} {str(numerics.dtype).removeprefix('torch.')}, cpu, {torch.get_num_threads()} threads)"
+    device = llm.world.device
+    where = f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return f"{line} ({mode} {str(numerics.dtype).removeprefix('torch.')}, {where})"
 
 
 def main() -> None:

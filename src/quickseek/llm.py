@@ -24,7 +24,7 @@ from quickseek.engine.runner import Runner, RunnerOptions, Update
 from quickseek.errors import ConfigError, PromptError
 from quickseek.model.causal_lm import load_model
 from quickseek.numerics import Numerics
-from quickseek.parallel.world import World, default_world, require_agreement, together
+from quickseek.parallel.world import SoloWorld, World, default_world, require_agreement, together
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.compressed_ids import check_compressed_count, compressed_id_table
 from quickseek.tokenizer.instructions import ToolsInstructions
@@ -46,13 +46,13 @@ class LLM:
 
     def __init__(self, model: str | Path, *, world: World | None = None, **options: Any) -> None:
         self.engine_config = EngineConfig(**options)
-        self.world = default_world() if world is None else world
         config = self.engine_config
+        self.world = world_on(config.device, default_world() if world is None else world)
         if config.tensor_parallel_size != self.world.size:
             expected = f"the number of ranks that were launched, {self.world.size}"
             raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, expected)
-        if torch.device(config.device).type != "cpu":
-            raise NotImplementedError(f"LLM on device {config.device!r}: GPU forms of the operations")
+        if self.world.device.type == "cuda" and config.resolved_mode != "trained":
+            raise ConfigError("mode", config.mode, "'trained' on a GPU: exact arithmetic runs on a CPU")
         # Ranks decide alike because they were told alike; only the number of the device is a rank's own.
         require_agreement(self.world, {key: value for key, value in asdict(config).items() if key != "device"})
         # What takes a moment to find wrong is read before the weights, which take minutes.
@@ -64,6 +64,7 @@ class LLM:
             world=self.world,
             draft=config.num_speculative_tokens > 0,
             decoder_replay=config.decoder_replay,
+            device=self.world.device,
         )
         if token_map is not None:
             self.model.set_token_map(token_map)
@@ -251,6 +252,23 @@ class LLM:
             # Interrupted anywhere (Ctrl-C): what host and device know no longer agrees, so both begin anew.
             self.runner = self._runner()
             raise
+
+
+def world_on(device: str, world: World) -> World:
+    """``world``, or one rank on ``device``; ConfigError when that is not there, or not where the ranks are."""
+    wanted = torch.device(device)
+    if wanted.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (wanted.index or 0) >= count:
+            raise ConfigError("device", device, f"one of the {count} GPUs that this machine has, or 'cpu'")
+    if world.size == 1:
+        if wanted.type == "cuda":
+            wanted = torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
+            torch.cuda.set_device(wanted)
+        return world if world.device == wanted else SoloWorld(wanted)
+    if world.device.type != wanted.type or wanted.index not in (None, world.device.index):
+        raise ConfigError("device", device, f"{str(world.device)!r}, that of the ranks that were launched")
+    return world
 
 
 def numerics_of(options: EngineConfig) -> Numerics:

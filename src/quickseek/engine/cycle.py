@@ -88,7 +88,7 @@ class Cycle:
     ) -> None:
         self.model, self.pools, self.state = model, pools, state
         self.drafts, self.sampled_drafts = drafts, sampled_drafts
-        self.graphs = EagerGraphs()
+        self.graphs: EagerGraphs = EagerGraphs()
 
     # ------------------------------------------------------------------------------------------ prefill
 

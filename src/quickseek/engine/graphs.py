@@ -1,15 +1,115 @@
-"""Graphs of the cycle. A CPU records none: its decode forwards run eagerly, told that they stand for a graph."""
+"""Graphs of the cycle: how a decode step is recorded and replayed (design.md 4.5).
 
+A CPU records none: its decode forwards run eagerly, told that they stand for a graph, so that the specialized decode
+is taken there too. On CUDA, V is one graph for each padded batch size, and D one for each size and kind of choice.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
 
 from quickseek.model.context import ForwardContext, GraphMode
+from quickseek.ops.cache import SCRATCH
+
+if TYPE_CHECKING:
+    from quickseek.engine.cycle import Cycle, Decision, Needs, VerifyStep
+
+T = TypeVar("T")
 
 
 class EagerGraphs:
-    """The graph runner of a CPU, so that the specialized decode is taken there too."""
+    """The graph runner of a CPU."""
 
     def record(self, context: ForwardContext) -> ForwardContext:
         """The context of a step as its graph would see it: FULL and recorded if the step is pure decode."""
         if context.num_prefills:
             return context
         return replace(context, graph_mode=GraphMode.FULL, capturing=True)
+
+
+class CudaGraphs(EagerGraphs):
+    """Graphs of V and D for batches padded to ``sizes``, captured by ``capture``; other steps run eagerly.
+
+    A padded row belongs to the scratch slot, which is always finished. What ``run`` returns is overwritten by the next
+    replay: it is read back first (``Readback``). ``replays`` counts steps whose V was replayed.
+    """
+
+    def __init__(self, cycle: "Cycle", sizes: Sequence[int]) -> None:
+        self.cycle, self.sizes, self.replays = cycle, tuple(sorted(set(sizes))), 0
+        device = cycle.pools.device
+        self._slots = torch.full((self.sizes[-1],), SCRATCH, dtype=torch.int64, device=device)
+        self._filled: tuple[int, Tensor] | None = None
+        self._recording = False
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._verify: dict[int, tuple[torch.cuda.CUDAGraph, VerifyStep]] = {}
+        self._decide: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, Decision]] = {}
+        cycle.graphs = self
+
+    def record(self, context: ForwardContext) -> ForwardContext:
+        """FULL and recorded while a pure decode step is captured, or run just before to stand for that capture."""
+        return super().record(context) if self._recording else context
+
+    @torch.inference_mode()
+    def capture(self, needs: Sequence["Needs"]) -> None:
+        """Capture V of every size and D of every size and each of ``needs``: the largest first, in one memory pool.
+
+        Each runs once before its capture, on scratch, so that the capture finds everything compiled and allocated.
+        """
+        cycle, reach = self.cycle, self.cycle.pools.reach
+        for size in reversed(self.sizes):
+            slots = self._slots[:size]
+            graph, step = self._captured(lambda slots=slots: cycle.verify(slots, reach))  # type: ignore[misc]
+            self._verify[size] = graph, step
+            for kind in needs:
+                self._decide[size, kind] = self._captured(
+                    lambda step=step, kind=kind: cycle.decide(step, kind)  # type: ignore[misc]
+                )
+
+    def _captured(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        self._recording = True
+        try:
+            current = torch.cuda.current_stream(self._slots.device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                run()
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = run()
+        finally:
+            self._recording = False
+        return graph, out
+
+    def run(self, slots: Tensor, max_length: int, needs: "Needs") -> "Decision":
+        """V and D of the requests in ``slots`` [B], all their drafts verified; the decision may be padded.
+
+        ``max_length``: see ``Cycle.verify``; graphs know the bound of the block tables instead.
+        """
+        size = next((size for size in self.sizes if size >= slots.shape[0]), None)
+        if size not in self._verify:
+            return self.cycle.decide(self.cycle.verify(slots, max_length), needs)
+        assert size is not None
+        if self._filled is None or self._filled[0] != size or self._filled[1] is not slots:
+            self._slots[: slots.shape[0]] = slots
+            self._slots[slots.shape[0] : size] = SCRATCH
+            self._filled = size, slots
+        graph, step = self._verify[size]
+        graph.replay()
+        self.replays += 1
+        if (size, needs) not in self._decide:
+            return self.cycle.decide(step, needs)
+        graph, decision = self._decide[size, needs]
+        graph.replay()
+        return decision
+
+
+def padded_sizes(most: int) -> list[int]:
+    """Batch sizes that graphs are captured for: powers of two up to ``most``, and ``most``."""
+    sizes, size = [most], 1
+    while size < most:
+        sizes.append(size)
+        size *= 2
+    return sorted(sizes)

@@ -13,9 +13,11 @@ from quickseek.engine.answer import Answer, RequestOutput, TokenLogprobs
 from quickseek.engine.blocks import BlockPool
 from quickseek.engine.cycle import Cycle, Decision, Needs
 from quickseek.engine.grammar import GrammarCompiler, mask_words
+from quickseek.engine.graphs import CudaGraphs, padded_sizes
 from quickseek.engine.plan import MemoryPlan
 from quickseek.engine.pools import Pools
 from quickseek.engine.prefix import PrefixCache
+from quickseek.engine.readback import Readback
 from quickseek.engine.request import Request, Status
 from quickseek.engine.scheduler import Scheduler, SchedulerLimits
 from quickseek.engine.slot_state import SlotState
@@ -31,7 +33,8 @@ class RunnerOptions:
     """``confidence``: verify only drafts whose cumulative confidence reaches it (host-paced; 0: all).
 
     ``sampled_drafts``: draw drafts at the request's temperature. ``snapshot_interval``: see ``SchedulerLimits``.
-    ``guarded``: canaries around every pool, checked after each step. ``approximate_prefix``: reuse full blocks without
+    ``guarded``: canaries around every pool, checked after each step. ``graphs``: replay decode steps from CUDA graphs
+    on a GPU. ``approximate_prefix``: reuse full blocks without
     a snapshot by replaying a window (spec/model.md 9), which is not exact.
     """
 
@@ -42,6 +45,7 @@ class RunnerOptions:
     sampled_drafts: bool = False
     confidence: float = 0.0
     guarded: bool = False
+    graphs: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class _Launched:
     """Results of a cycle that the host has not read: each decision with its requests, and whether it ran rows."""
 
     cycle: int
-    decisions: list[tuple[list[Request], Decision, bool]] = field(default_factory=list)
+    decisions: list[tuple[list[Request], Readback[Decision], bool]] = field(default_factory=list)
 
 
 BATCH_REFRESH = 16
@@ -122,10 +126,12 @@ class Runner:
             block_tokens=plan.block_tokens,
             max_model_len=self.scheduler.table_width * plan.block_tokens,
             draft=model.draft is not None,
+            device=model.world.device,
             guarded=options.guarded,
         )
         self.state = SlotState(self.config, plan.num_slots, self.drafts, self.pools.device)
         self.cycle = Cycle(model, self.pools, self.state, drafts=self.drafts, sampled_drafts=options.sampled_drafts)
+        self.graphs = self._capture() if options.graphs and self.pools.device.type == "cuda" else None
         self.answers: dict[str, Answer] = {}
         self._compiler: GrammarCompiler | None = None
         self._compiling = threading.Lock()
@@ -133,6 +139,13 @@ class Runner:
         self._batch = _Batch()
         self._proposed: dict[str, tuple[list[int], list[float]]] = {}
         self._failures: list[Update] = []
+
+    def _capture(self) -> CudaGraphs:
+        """The graphs of decode steps whose requests choose greedily or by sampling and ask for nothing else."""
+        graphs = CudaGraphs(self.cycle, padded_sizes(self.plan.max_num_seqs))
+        plain = Needs.of([])
+        graphs.capture([plain, replace(plain, sampled=True)])
+        return graphs
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -264,7 +277,7 @@ class Runner:
             requests = [chunks[number].request for number in last]
             masks = self._masks(requests, 0, {})
             decision = self.cycle.first_token(slots[last], hidden[last], Needs.of(requests), masks)
-            launched.decisions.append((requests, decision, False))
+            launched.decisions.append((requests, Readback(decision, self.pools.device), False))
 
     def _decode(self, requests: list[Request], launched: _Launched) -> None:
         batch = self._batch = self._batch.next(requests, self.drafts, self.pools.device)
@@ -275,8 +288,11 @@ class Runner:
             counts = [len(proposed[request.request_id]) for request in requests]
             self.state.draft_counts[slots] = torch.tensor(counts, device=self.pools.device)
             masks = self._masks(requests, drafts, proposed)
-        step = self.cycle.verify(slots, batch.reach, drafts)
-        launched.decisions.append((batch.requests, self.cycle.decide(step, batch.needs, masks), True))
+        if self.graphs is not None and masks is None and drafts == self.drafts:
+            decision = self.graphs.run(slots, batch.reach, batch.needs)
+        else:
+            decision = self.cycle.decide(self.cycle.verify(slots, batch.reach, drafts), batch.needs, masks)
+        launched.decisions.append((batch.requests, Readback(decision, self.pools.device), True))
 
     def _chosen_drafts(self, request: Request) -> list[int]:
         """The drafts to verify, as the host knows them: all, or those the drafter is confident of."""
@@ -310,7 +326,7 @@ class Runner:
         while self._unread and self._unread[0].cycle <= cycle:
             launched = self._unread.popleft()
             for requests, decision, rows_ran in launched.decisions:
-                self._read_decision(requests, decision, rows_ran, updates)
+                self._read_decision(requests, decision.get(), rows_ran, updates)
             self.scheduler.completed(launched.cycle)
         return updates
 

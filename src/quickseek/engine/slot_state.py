@@ -70,8 +70,8 @@ class SlotState:
         self.output_counts[slot], self.prompt_seen[slot] = 0, False
         if params.penalised:
             self.prompt_seen[slot, torch.tensor(request.prompt_ids, dtype=torch.int64)] = True
-            outputs = torch.tensor(request.output_ids, dtype=torch.int64)
-            self.output_counts[slot].index_add_(0, outputs, torch.ones(len(outputs), dtype=torch.int32))
+            outputs = torch.tensor(request.output_ids, dtype=torch.int64, device=self.device)
+            self.output_counts[slot].index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
     # ------------------------------------------------------------------------------------------ what rows ask for
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -260,6 +261,7 @@ class DeepseekV4Model(nn.Module):
             first.hc_attn.finalize_broadcast_weights()
 
 
+@cache
 def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Frequencies of window-only layers (no YaRN) and of layers with global KV (always YaRN), spec/model.md 6.2."""
     width = config.qk_rope_head_dim
@@ -273,7 +275,9 @@ def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.de
         beta_slow=config.beta_slow,
         dtype=dtype,
     )
-    return plain.to(device), scaled.to(device)
+    # Copied once, and never to be written to: a graph that is captured must find them on its device.
+    with torch.inference_mode(False):
+        return plain.to(device), scaled.to(device)
 
 
 def _check_stage(config: ModelConfig, stage: range) -> range:
