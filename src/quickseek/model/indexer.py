@@ -2,14 +2,13 @@
 
 from torch import Tensor, nn
 
-from quickseek import formats
 from quickseek.config import ModelConfig
 from quickseek.model.context import ForwardContext, StepShared
 from quickseek.model.loader import WeightLoader
 from quickseek.model.modules import Linear
 from quickseek.numerics import Numerics
 from quickseek.ops import indexer as indexer_op
-from quickseek.ops import norm_rope
+from quickseek.ops import norm_rope, quantize
 from quickseek.ops.indexer import Selection
 
 
@@ -30,7 +29,7 @@ class Indexer(nn.Module):
         queries = self.wq_b(query_latent).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         queries = norm_rope.apply_rope(queries, shared.turns[True])
         if self.numerics.quantize_caches:
-            queries = formats.fake_quantize_q4i(queries)
+            queries = quantize.fake_quantize_q4i(queries)
         weights = self.weights_proj(x).to(self.numerics.wide) * self.weight_scale
         is_source = layer == config.candidate_source_layer_id
         return indexer_op.select(
