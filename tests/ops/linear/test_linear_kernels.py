@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from compare import assert_bits, assert_op
-from linear_cases import KINDS, inputs, poisoned_outputs, quantized, terms, to, weight_of
-from op_cases import assert_nan_stays, normal
+from linear_cases import KINDS, inputs, quantized, terms, to, weight_of
+from op_cases import assert_nan_stays, normal, poisoned_outputs
 from quickseek import formats
 from quickseek.ops.linear import Fp8Weight, QuantizedRows, Weight, reference
 

@@ -28,7 +28,9 @@ def _confidence(
         k = start + tl.arange(0, STEP)
         value = tl.load(markov + row * markov_stride + k, mask=k < rank, other=0.0).to(tl.float32)
         terms += value * tl.load(weight + hidden + k, mask=k < rank, other=0.0).to(tl.float32)
-    tl.store(out + row, 1.0 / (1.0 + tl.exp(-tl.sum(terms, 0))))
+    total = tl.sum(terms, 0)
+    small = tl.exp(-tl.abs(total))
+    tl.store(out + row, tl.where(total < 0, small, 1.0) / (1.0 + small))
 
 
 def confidence(collapsed: Tensor, markov: Tensor, weight: Tensor) -> Tensor:

@@ -99,13 +99,13 @@ def _few(
     tl.store(place, total, mask=here[:, None] & there[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "part", "splits"])
+@triton.jit(do_not_specialize=["rows", "steps", "splits"])
 def _many(
     x, weight, weight_scales, out,
-    rows, outputs, inner, part, splits, x_stride, x_group, weight_stride, scales_stride, block_rows,
+    rows, outputs, inner, steps, splits, x_stride, x_group, weight_stride, scales_stride, block_rows,
     KIND: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Sums over ``part`` of K: out[split, t, g, o] for a tile of rows t and outputs o. x is BF16."""
+    """Sums over ``steps`` steps of K: out[split, t, g, o] for a tile of rows t and outputs o. x is BF16."""
     group, split = tl.program_id(2) // splits, tl.program_id(2) % splits
     outs, row = tl.program_id(1) * OUT + tl.arange(0, OUT), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     weight_row = (group * outputs + outs).to(tl.int64)
@@ -115,28 +115,28 @@ def _many(
     codes_rows = weight + weight_row * weight_stride
     scale_rows = weight_scales + weight_row // block_rows * scales_stride
     sums = tl.zeros((OUT, ROWS), tl.float32)
-    stop = tl.minimum(inner, (split + 1) * part)
-    for start in range(split * part, stop, STEP):
+    for step in range(split * steps, tl.minimum((split + 1) * steps, tl.cdiv(inner, STEP))):
+        start = step * STEP
         k = start + tl.arange(0, STEP)
         blocks = start // 32 + tl.arange(0, GROUPS)
         if KIND != "bf16":
             scales = tl.load(
-                scale_rows[:, None] + blocks[None, :], mask=here[:, None] & (blocks * 32 < stop)[None, :], other=0
+                scale_rows[:, None] + blocks[None, :], mask=here[:, None] & (blocks * 32 < inner)[None, :], other=0
             )
         if KIND == "fp4":
             pair = start // 2 + tl.arange(0, STEP // 2)
             codes = tl.load(
-                codes_rows[:, None] + pair[None, :], mask=here[:, None] & (pair * 2 < stop)[None, :], other=0
+                codes_rows[:, None] + pair[None, :], mask=here[:, None] & (pair * 2 < inner)[None, :], other=0
             )
             values = _fp4_values(codes, scales, (OUT, STEP), (OUT, GROUPS, 32))
         else:
-            codes = tl.load(codes_rows[:, None] + k[None, :], mask=here[:, None] & (k < stop)[None, :], other=0)
+            codes = tl.load(codes_rows[:, None] + k[None, :], mask=here[:, None] & (k < inner)[None, :], other=0)
             if KIND == "fp8":
                 scaled = tl.reshape(math.e4m3_value(codes), (OUT, GROUPS, 32)) * math.e8m0_value(scales)[:, :, None]
                 values = tl.reshape(scaled, (OUT, STEP)).to(tl.bfloat16)
             else:
                 values = codes
-        taken = tl.load(x_rows[:, None] + k[None, :], mask=there[:, None] & (k < stop)[None, :], other=0.0)
+        taken = tl.load(x_rows[:, None] + k[None, :], mask=there[:, None] & (k < inner)[None, :], other=0.0)
         sums = tl.dot(values, tl.trans(taken), sums)
     width = outputs * (tl.num_programs(2) // splits)
     place = out + (split * rows + row[None, :]).to(tl.int64) * width + weight_row[:, None]
@@ -266,12 +266,12 @@ def _tiled(
     tile_rows, tile, step, warps = (64, 64, 128, 4) if rows <= 64 else (128, 128, 64, 8)
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(outputs, tile) * groups
     splits = max(1, min(MOST_SPLITS, 2 * SMS // tiles, inner // 512))
-    part = triton.cdiv(triton.cdiv(inner, splits), step) * step
-    splits = triton.cdiv(inner, part)
+    steps = triton.cdiv(triton.cdiv(inner, step), splits)
+    splits = triton.cdiv(triton.cdiv(inner, step), steps)
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
     _many[(triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile), groups * splits)](
         x, codes, weight_scales, parts,
-        rows, outputs, inner, part, splits, x.stride(0), x.stride(1) if groups > 1 else 0,
+        rows, outputs, inner, steps, splits, x.stride(0), x.stride(1) if groups > 1 else 0,
         codes.stride(0), weight_scales.stride(0), BLOCK if kind == "fp8" else 1,
         KIND=kind, ROWS=tile_rows, OUT=tile, STEP=step, num_warps=warps, num_stages=3,
     )  # fmt: skip
