@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quickseek.ops.checks import expect_shape
+from quickseek.ops.forms import form
 from quickseek.ops.linear import Weight
-from quickseek.ops.moe import reference
 from quickseek.ops.moe.reference import Routing as Routing
 from quickseek.ops.moe.reference import UnfinalizedMoE as UnfinalizedMoE
 
@@ -37,7 +37,8 @@ def route(
     """
     expect_shape("x", x, [None, weight.shape[1]])
     expect_shape("bias", bias, [weight.shape[0]])
-    return reference.route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows)
+    found: Routing = form(__name__, x).route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows)
+    return found
 
 
 def routed_experts(
@@ -46,16 +47,20 @@ def routed_experts(
     """One row per (token, chosen expert), not yet summed (spec 7.2; spec/api.md).
 
     ``limit`` clamps the SwiGLU. ``routed_weight`` "after" leaves the rows unweighted (the settled rule);
-    "before" multiplies inside and hands on weights of 1 (the released reference).
+    "before" multiplies inside and hands on weights of 1 (the released reference; not on a GPU: ValueError). A GPU
+    takes packed weights.
     """
-    return reference.routed_experts(x, routing, weights, limit, routed_weight)
+    found: UnfinalizedMoE = form(__name__, x).routed_experts(x, routing, weights, limit, routed_weight)
+    return found
 
 
 def shared_expert(x: Tensor, w13: Weight, w2: Weight, *, limit: float) -> Tensor:
     """The shared expert's output [T, H], a partial sum over ranks (spec 7.2)."""
-    return reference.expert(x, w13, w2, limit)
+    out: Tensor = form(__name__, x).expert(x, w13, w2, limit)
+    return out
 
 
 def finalize(routed: UnfinalizedMoE, shared: Tensor) -> Tensor:
     """[T, H]: weighted rows in ascending slot order plus ``shared``, summed wide and rounded once."""
-    return reference.finalize(routed, shared)
+    out: Tensor = form(__name__, shared).finalize(routed, shared)
+    return out

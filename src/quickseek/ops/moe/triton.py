@@ -1,0 +1,582 @@
+"""Mixture of experts on a GPU in Triton: packed experts are read as they are, nothing of the routing reaches the host.
+
+Launches, in order:
+
+* ``route``: ``router_parts`` (partial logits; reads the router's weight once per 16 or 64 rows), ``choose`` (sums
+  them in a fixed order, top-k, weights).
+* ``routed_experts``: ``prepare`` (A8 of x; the record: which sorted row each slot has, and tiles of up to ROWS sorted
+  rows of one expert), ``gate_up`` (w13, SwiGLU, A8), ``down`` (w2). A step of few rows has a tile for each slot, of
+  which those that do not begin a tile leave at once; a long one has ``slots // ROWS + experts`` tiles, so that the
+  grid is known to the host. Bytes that must move: the packed weights and scales of every expert that was chosen.
+* ``shared_expert``: the linear operation twice, ``swiglu`` between them.
+* ``finalize``: one launch; reads k rows and the shared one, writes one.
+
+Products take BF16 values, which hold A8 activations and FP4 weights exactly, and accumulate in FP32. Weights are the
+left operand, so that 8 rows of a step are enough to fill a tile. The packed byte b holds the elements 2b and 2b + 1:
+the activations of these products are stored with all even elements before all odd ones, and each half of a byte has
+a product of its own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quickseek.formats import BLOCK
+from quickseek.ops import linear as linear_op
+from quickseek.ops import triton_math as math
+from quickseek.ops.checks import expect_dtype, expect_shape
+from quickseek.ops.linear import Fp4Weight, QuantizedRows
+from quickseek.ops.moe.reference import WEIGHT_FLOOR, Routing, UnfinalizedMoE
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+FEW_SLOTS = 512
+"""Up to so many (row, expert) pairs each pair has a tile of its own; above, experts have them."""
+
+
+# ---------------------------------------------------------------------------------------------- router
+
+
+@triton.jit
+def router_score(logit):
+    """sqrt(softplus(logit)) of FP32 values; below -20 softplus is exp, whose root does not underflow."""
+    u = tl.exp(-tl.abs(logit))
+    one_more = 1.0 + u
+    # log1p: the quotient cancels the rounding of 1 + u.
+    log1p = tl.where(one_more == 1.0, u, tl.log(one_more) * (u / tl.where(one_more == 1.0, 1.0, one_more - 1.0)))
+    softplus = tl.maximum(logit, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p
+    return tl.where(logit < -20.0, tl.exp(0.5 * logit), tl.sqrt(softplus))
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "chunks"])
+def router_parts(x, weight, parts, rows, experts, hidden, chunks, LINES: tl.constexpr, ROWS: tl.constexpr):
+    """parts [splits, rows, experts]: products over ``chunks`` times 64 columns of x and weight."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
+    x_row = x + row.to(tl.int64)[None, :] * hidden
+    weight_line = weight + line.to(tl.int64)[:, None] * hidden
+    total = tl.zeros((LINES, ROWS), tl.float32)
+    for chunk in tl.range(0, chunks):
+        column = (split * chunks + chunk) * 64 + tl.arange(0, 64)
+        inside = column < hidden
+        a = tl.load(weight_line + column[None, :], mask=(line < experts)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(x_row + column[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(a, b, total)
+    place = parts + (split.to(tl.int64) * rows + row.to(tl.int64)[None, :]) * experts + line[:, None]
+    tl.store(place, total, mask=(line < experts)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "splits", "scale", "temperature", "weight_floor"])
+def choose(
+    parts, bias, image_bias, image_rows, chosen, weights, rows, experts, splits, scale, temperature, weight_floor,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The experts and weights of one row: TOP times the largest biased score; a NaN is above every number."""
+    row = tl.program_id(0)
+    expert = tl.arange(0, BLOCK)
+    exists = expert < experts
+    logit = tl.zeros((BLOCK,), tl.float32)
+    place = parts + row.to(tl.int64) * experts + expert
+    for _ in range(splits):
+        logit += tl.load(place, mask=exists, other=0.0)
+        place += rows.to(tl.int64) * experts
+    score = router_score(tl.div_rn(logit, tl.full((BLOCK,), 1.0, tl.float32) * temperature))
+    added = tl.load(bias + expert, mask=exists, other=0.0)
+    if image_bias is not None:
+        of_image = tl.load(image_bias + expert, mask=exists, other=0.0)
+        added = tl.where(tl.load(image_rows + row) != 0, of_image, added)
+    key = score + added
+    key = tl.where(key != key, float("inf"), key)
+    free = exists
+    slot = tl.arange(0, TOP_BLOCK)
+    experts_chosen = tl.zeros((TOP_BLOCK,), tl.int32)
+    scores_chosen = tl.zeros((TOP_BLOCK,), tl.float32)
+    for turn in tl.static_range(TOP):
+        largest = tl.max(tl.where(free, key, float("-inf")), 0)
+        best = tl.min(tl.where(free & (key >= largest), expert, BLOCK), 0)
+        experts_chosen = tl.where(slot == turn, best, experts_chosen)
+        scores_chosen = tl.where(slot == turn, tl.sum(tl.where(expert == best, score, 0.0), 0), scores_chosen)
+        free = free & (expert != best)
+    total = tl.sum(scores_chosen, 0) + weight_floor
+    found = tl.div_rn(scores_chosen, tl.full((TOP_BLOCK,), 1.0, tl.float32) * total) * scale
+    place = row.to(tl.int64) * TOP + slot
+    tl.store(chosen + place, experts_chosen.to(tl.int64), mask=slot < TOP)
+    tl.store(weights + place, found, mask=slot < TOP)
+
+
+def route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows):
+    expect_dtype("x", x, torch.bfloat16)
+    expect_dtype("weight", weight, torch.bfloat16)
+    expect_dtype("bias", bias, torch.float32)
+    rows, hidden = x.shape
+    experts = weight.shape[0]
+    if not 0 < top_k <= experts:
+        raise ValueError(f"top_k = {top_k}: expected 1 to the {experts} experts")
+    if image_bias is None or image_rows is None:
+        image_bias = image_rows = None
+    else:
+        expect_dtype("image_bias", image_bias, torch.float32)
+        expect_dtype("image_rows", image_rows, torch.bool)
+    x, weight = x.contiguous(), weight.contiguous()
+    per_row_tile = 16 if rows <= 64 else 64
+    splits = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1
+    chunks = triton.cdiv(triton.cdiv(hidden, splits), 64)
+    splits = triton.cdiv(hidden, chunks * 64)
+    parts = torch.empty(splits, rows, experts, dtype=torch.float32, device=x.device)
+    chosen = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
+    if rows:
+        grid = (triton.cdiv(experts, 32), triton.cdiv(rows, per_row_tile), splits)
+        router_parts[grid](
+            x, weight, parts, rows, experts, hidden, chunks, LINES=32, ROWS=per_row_tile, num_warps=4, num_stages=4
+        )
+        choose[(rows,)](
+            parts, bias, image_bias, image_rows, chosen, weights, rows, experts, splits, scale, temperature,
+            WEIGHT_FLOOR, TOP=top_k, TOP_BLOCK=triton.next_power_of_2(top_k), BLOCK=triton.next_power_of_2(experts),
+            num_warps=4,
+        )  # fmt: skip
+    return Routing(chosen, weights)
+
+
+# ---------------------------------------------------------------------------------------------- formats
+
+
+@triton.jit
+def fp4_values(codes, scales, SCALE_SHAPE: tl.constexpr):
+    """BF16 values of the even and of the odd elements of packed bytes, with an E8M0 byte for every 16 of them.
+
+    SCALE_SHAPE: the shape of ``scales`` with a dimension of 16 behind it. The products with a power of two are exact.
+    """
+    if INTERPRETED:
+        scale = tl.reshape(tl.broadcast_to(tl.expand_dims(math.e8m0_value(scales), -1), SCALE_SHAPE), codes.shape)
+        even = math.e2m1_value(codes & 15) * scale
+        odd = math.e2m1_value(codes.to(tl.int32) >> 4) * scale
+        return even.to(tl.bfloat16), odd.to(tl.bfloat16)
+    bits = scales.to(tl.int16)
+    bits = tl.where(bits == 0, 0x0040, tl.where(bits == 255, 0x7FC0, bits << 7)).to(tl.int16)
+    scale = tl.expand_dims(bits.to(tl.bfloat16, bitcast=True), -1)
+    scale = tl.reshape(tl.broadcast_to(scale, SCALE_SHAPE), codes.shape)
+    # Four bytes at a time: two of them are spread over the halves of a word, a code's magnitude is shifted to the
+    # lowest exponent bits and the highest mantissa bit of BF16 (which makes it 2^-126 of the value), its sign to the
+    # top, and two products put the exponent right.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, sign, bias;
+        mov.b32 bias, 0x7E807E80;
+        prmt.b32 low, $4, 0, 0x4140;
+        prmt.b32 high, $4, 0, 0x4342;
+        shl.b32 $0, low, 6;
+        and.b32 $0, $0, 0x01C001C0;
+        shl.b32 sign, low, 12;
+        lop3.b32 $0, sign, 0x80008000, $0, 0xEA;
+        mul.rn.bf16x2 $0, $0, bias;
+        mul.rn.bf16x2 $0, $0, $5;
+        shl.b32 $1, high, 6;
+        and.b32 $1, $1, 0x01C001C0;
+        shl.b32 sign, high, 12;
+        lop3.b32 $1, sign, 0x80008000, $1, 0xEA;
+        mul.rn.bf16x2 $1, $1, bias;
+        mul.rn.bf16x2 $1, $1, $6;
+        shl.b32 $2, low, 2;
+        and.b32 $2, $2, 0x01C001C0;
+        shl.b32 sign, low, 8;
+        lop3.b32 $2, sign, 0x80008000, $2, 0xEA;
+        mul.rn.bf16x2 $2, $2, bias;
+        mul.rn.bf16x2 $2, $2, $5;
+        shl.b32 $3, high, 2;
+        and.b32 $3, $3, 0x01C001C0;
+        shl.b32 sign, high, 8;
+        lop3.b32 $3, sign, 0x80008000, $3, 0xEA;
+        mul.rn.bf16x2 $3, $3, bias;
+        mul.rn.bf16x2 $3, $3, $6;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [codes, scale],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def clamped_swiglu(gate, up, limit):
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) in FP32; NaN stays NaN."""
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+# ---------------------------------------------------------------------------------------------- record
+
+
+@triton.jit
+def quantize_chunk(x, quantized, row, chunk, hidden):
+    """A8 of 1,024 columns of a row of x: all even columns of the row first, then all odd ones."""
+    column = chunk * 1024 + tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    start = row.to(tl.int64) * hidden
+    groups = tl.load(x + start + column, mask=column < hidden, other=0.0).to(tl.float32)
+    values = math.fake_quantize_a8(groups).to(tl.bfloat16)
+    even, odd = tl.split(tl.reshape(values, (32, 16, 2)))
+    pair = chunk * 512 + tl.arange(0, 32)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(quantized + start + pair, even, mask=pair < hidden // 2)
+    tl.store(quantized + start + hidden // 2 + pair, odd, mask=pair < hidden // 2)
+
+
+@triton.jit
+def record_slot(chosen, slot, index, tokens, tiles, slots, top_k, experts, ROWS: tl.constexpr):
+    """The sorted row of one slot, and the tile that begins there, if one does."""
+    mine = tl.load(chosen + slot).to(tl.int32)
+    before, rank, count = 0, 0, 0
+    for start in range(0, slots, 128):
+        other = start + tl.arange(0, 128)
+        theirs = tl.load(chosen + other, mask=other < slots, other=-1).to(tl.int32)
+        before += tl.sum(((theirs >= 0) & (theirs < mine)).to(tl.int32), 0)
+        same = (theirs == mine) & (other < slots)
+        rank += tl.sum((same & (other < slot)).to(tl.int32), 0)
+        count += tl.sum(same.to(tl.int32), 0)
+    exists = (mine >= 0) & (mine < experts)
+    row = before + rank
+    tl.store(index + slot, tl.where(exists, row, -1).to(tl.int64))
+    tl.store(tokens + row, slot // top_k, mask=exists)
+    begins = exists & (rank % ROWS == 0)
+    tl.store(tiles + slot * 3, tl.where(begins, mine, -1))
+    tl.store(tiles + slot * 3 + 1, row)
+    tl.store(tiles + slot * 3 + 2, tl.minimum(count - rank, ROWS))
+
+
+@triton.jit
+def record_expert(chosen, expert, index, tokens, tiles, slots, top_k, experts, ROWS: tl.constexpr):
+    """The sorted rows of one expert's slots, and its tiles; expert 0 marks the slots of none.
+
+    ``before // ROWS + expert`` is the first of its tiles: the next expert's first is at least as far behind as this
+    one has tiles; those that it does not need are empty.
+    """
+    before, count = 0, 0
+    for start in range(0, slots, 1024):
+        other = start + tl.arange(0, 1024)
+        theirs = tl.load(chosen + other, mask=other < slots, other=-1).to(tl.int32)
+        before += tl.sum(((theirs >= 0) & (theirs < expert)).to(tl.int32), 0)
+        count += tl.sum((theirs == expert).to(tl.int32), 0)
+        absent = ((theirs < 0) | (theirs >= experts)) & (other < tl.where(expert == 0, slots, 0))
+        tl.store(index + other, tl.full((1024,), -1, tl.int64), mask=absent)
+    first = before // ROWS + expert
+    last = (before + count) // ROWS + expert + 1
+    for tile in range(first, last):
+        done = (tile - first) * ROWS
+        tl.store(tiles + tile * 3, tl.where(done < count, expert, -1))
+        tl.store(tiles + tile * 3 + 1, before + done)
+        tl.store(tiles + tile * 3 + 2, tl.minimum(count - done, ROWS))
+    row = before
+    for start in range(0, slots, 1024):
+        other = start + tl.arange(0, 1024)
+        theirs = tl.load(chosen + other, mask=other < slots, other=-1).to(tl.int32)
+        same = (theirs == expert) & (other < slots)
+        if tl.max(same.to(tl.int32), 0) != 0:
+            place = row + tl.cumsum(same.to(tl.int32), 0) - 1
+            tl.store(index + other, place.to(tl.int64), mask=same)
+            tl.store(tokens + place, other // top_k, mask=same)
+            row += tl.sum(same.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["slots", "top_k", "experts", "recorders", "chunks"])
+def prepare(
+    x, chosen, quantized, index, tokens, tiles, slots, top_k, experts, hidden, recorders, chunks,
+    BY_EXPERT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The first ``recorders`` programs write the record, the others A8 of ``chunks`` chunks a row."""
+    program = tl.program_id(0)
+    if program >= recorders:
+        part = program - recorders
+        quantize_chunk(x, quantized, part // chunks, part % chunks, hidden)
+    elif BY_EXPERT:
+        record_expert(chosen, program, index, tokens, tiles, slots, top_k, experts, ROWS)
+    else:
+        record_slot(chosen, program, index, tokens, tiles, slots, top_k, experts, ROWS)
+
+
+# ---------------------------------------------------------------------------------------------- products
+
+
+@triton.jit
+def store_hidden(hidden, gate, up, limit, first, count, pair_tile, inner, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    """A8 of the SwiGLU of FP32 products [PAIRS, ROWS], stored as even columns before odd ones."""
+    gate = gate.to(tl.bfloat16).to(tl.float32)
+    up = up.to(tl.bfloat16).to(tl.float32)
+    value = tl.trans(clamped_swiglu(gate, up, limit).to(tl.bfloat16).to(tl.float32))
+    groups = tl.reshape(value, (ROWS, PAIRS // 32, 32))
+    values = math.fake_quantize_a8(groups).to(tl.bfloat16)
+    even, odd = tl.split(tl.reshape(values, (ROWS, PAIRS // 2, 2)))
+    column = pair_tile * (PAIRS // 2) + tl.arange(0, PAIRS // 2)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    place = hidden + (first + row).to(tl.int64) * inner + column
+    inside = (row < count) & (column < inner // 2)
+    tl.store(place, even, mask=inside)
+    tl.store(place + inner // 2, odd, mask=inside)
+
+
+@triton.jit
+def gate_up_few(
+    x, tokens, tiles, codes, scales, hidden, width, groups, inner, limit,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """hidden: A8 of the SwiGLU of w13 x for a tile's rows. Each warp takes its own slices of the ``width`` bytes."""
+    tile = tiles + tl.program_id(1) * 3
+    expert = tl.load(tile)
+    if expert < 0:
+        return
+    first = tl.load(tile + 1)
+    count = tl.load(tile + 2)
+    column = tl.arange(0, ROWS)
+    token = tl.load(tokens + first + column, mask=column < count, other=0)
+    x_row = x + (token.to(tl.int64) * (2 * width))[None, None, :]
+    line = expert.to(tl.int64) * (2 * inner) + tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    line = line[None, :, None]
+    slices = tl.arange(0, SLICES)[:, None, None] * BYTES
+    GROUPS: tl.constexpr = BYTES // 16
+    group_slices = tl.arange(0, SLICES)[:, None, None] * GROUPS
+    gate = tl.zeros((SLICES, PAIRS, ROWS), tl.float32)
+    up = tl.zeros((SLICES, PAIRS, ROWS), tl.float32)
+    for start in tl.range(0, width, SLICES * BYTES):
+        byte = start + slices + tl.arange(0, BYTES)[None, None, :]
+        group = start // 16 + group_slices + tl.arange(0, GROUPS)[None, None, :]
+        gate_place = codes + line * width + byte
+        gate_codes = tl.load(gate_place, mask=byte < width, other=0)
+        up_codes = tl.load(gate_place + inner.to(tl.int64) * width, mask=byte < width, other=0)
+        gate_place = scales + line * groups + group
+        gate_scales = tl.load(gate_place, mask=group < groups, other=0)
+        up_scales = tl.load(gate_place + inner.to(tl.int64) * groups, mask=group < groups, other=0)
+        byte = start + slices + tl.arange(0, BYTES)[None, :, None]
+        wanted = (byte < width) & (column < count)[None, None, :]
+        even = tl.load(x_row + byte, mask=wanted, other=0.0)
+        odd = tl.load(x_row + width + byte, mask=wanted, other=0.0)
+        gate_even, gate_odd = fp4_values(gate_codes, gate_scales, (SLICES, PAIRS, GROUPS, 16))
+        up_even, up_odd = fp4_values(up_codes, up_scales, (SLICES, PAIRS, GROUPS, 16))
+        gate = tl.dot(gate_even, even, gate)
+        gate = tl.dot(gate_odd, odd, gate)
+        up = tl.dot(up_even, even, up)
+        up = tl.dot(up_odd, odd, up)
+    store_hidden(hidden, tl.sum(gate, 0), tl.sum(up, 0), limit, first, count, tl.program_id(0), inner, PAIRS, ROWS)
+
+
+@triton.jit
+def gate_up_many(
+    x, tokens, tiles, codes, scales, hidden, width, groups, inner, limit,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """As ``gate_up_few``, all warps together on the same bytes."""
+    tile = tiles + tl.program_id(1) * 3
+    expert = tl.load(tile)
+    if expert < 0:
+        return
+    first = tl.load(tile + 1)
+    count = tl.load(tile + 2)
+    column = tl.arange(0, ROWS)
+    token = tl.load(tokens + first + column, mask=column < count, other=0)
+    x_row = x + (token.to(tl.int64) * (2 * width))[None, :]
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    line = expert.to(tl.int64) * (2 * inner) + tl.minimum(pair, inner - 1)
+    line = line[:, None]
+    GROUPS: tl.constexpr = BYTES // 16
+    gate = tl.zeros((PAIRS, ROWS), tl.float32)
+    up = tl.zeros((PAIRS, ROWS), tl.float32)
+    for start in tl.range(0, width, BYTES):
+        byte = start + tl.arange(0, BYTES)
+        group = start // 16 + tl.arange(0, GROUPS)[None, :]
+        inside = (byte < width)[None, :]
+        gate_place = codes + line * width + byte[None, :]
+        gate_codes = tl.load(gate_place, mask=inside, other=0)
+        up_codes = tl.load(gate_place + inner.to(tl.int64) * width, mask=inside, other=0)
+        gate_place = scales + line * groups + group
+        gate_scales = tl.load(gate_place, mask=group < groups, other=0)
+        up_scales = tl.load(gate_place + inner.to(tl.int64) * groups, mask=group < groups, other=0)
+        wanted = (byte < width)[:, None] & (column < count)[None, :]
+        even = tl.load(x_row + byte[:, None], mask=wanted, other=0.0)
+        odd = tl.load(x_row + width + byte[:, None], mask=wanted, other=0.0)
+        gate_even, gate_odd = fp4_values(gate_codes, gate_scales, (PAIRS, GROUPS, 16))
+        up_even, up_odd = fp4_values(up_codes, up_scales, (PAIRS, GROUPS, 16))
+        gate = tl.dot(gate_even, even, gate)
+        gate = tl.dot(gate_odd, odd, gate)
+        up = tl.dot(up_even, even, up)
+        up = tl.dot(up_odd, odd, up)
+    store_hidden(hidden, gate, up, limit, first, count, tl.program_id(0), inner, PAIRS, ROWS)
+
+
+@triton.jit
+def down(
+    hidden, tiles, codes, scales, out, width, groups, outputs,
+    LINES: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """out [slots, outputs]: w2 of the rows of hidden, for a tile's rows and LINES outputs."""
+    tile = tiles + tl.program_id(1) * 3
+    expert = tl.load(tile)
+    if expert < 0:
+        return
+    first = tl.load(tile + 1)
+    count = tl.load(tile + 2)
+    column = tl.arange(0, ROWS)
+    row = (first + column).to(tl.int64)
+    output = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    line = (expert.to(tl.int64) * outputs + tl.minimum(output, outputs - 1))[:, None]
+    GROUPS: tl.constexpr = BYTES // 16
+    total = tl.zeros((LINES, ROWS), tl.float32)
+    for start in tl.range(0, width, BYTES):
+        byte = start + tl.arange(0, BYTES)
+        group = start // 16 + tl.arange(0, GROUPS)[None, :]
+        tile_codes = tl.load(codes + line * width + byte[None, :], mask=(byte < width)[None, :], other=0)
+        tile_scales = tl.load(scales + line * groups + group, mask=group < groups, other=0)
+        place = hidden + (row * (2 * width))[None, :] + byte[:, None]
+        wanted = (byte < width)[:, None] & (column < count)[None, :]
+        even = tl.load(place, mask=wanted, other=0.0)
+        odd = tl.load(place + width, mask=wanted, other=0.0)
+        even_values, odd_values = fp4_values(tile_codes, tile_scales, (LINES, GROUPS, 16))
+        total = tl.dot(even_values, even, total)
+        total = tl.dot(odd_values, odd, total)
+    place = out + (row * outputs)[None, :] + output[:, None]
+    tl.store(place, total.to(tl.bfloat16), mask=(output < outputs)[:, None] & (column < count)[None, :])
+
+
+def expect_experts(name, weight, shape):
+    """``weight`` is packed, contiguous and of this shape [experts, outputs, inputs]."""
+    if not isinstance(weight, Fp4Weight):
+        raise ValueError(f"{name} is {type(weight).__name__}: expected Fp4Weight, experts are read packed")
+    for part, size in ((weight.codes, 2), (weight.scales, BLOCK)):
+        expect_dtype(name, part, torch.uint8)
+        expect_shape(name, part, [*shape[:-1], shape[-1] // size])
+        if not part[0].is_contiguous() or part.stride(0) not in (0, part[0].numel()):
+            raise ValueError(f"{name} has strides {part.stride()}: expected contiguous codes and scales")
+
+
+def routed_experts(x, routing, weights, limit, routed_weight):
+    expect_dtype("x", x, torch.bfloat16)
+    if routed_weight != "after":
+        raise ValueError(f"routed_weight = {routed_weight!r}: expected 'after', the only place that kernels know")
+    expect_dtype("routing.experts", routing.experts, torch.int64)
+    rows, hidden = x.shape
+    experts, inner = weights.w2.shape[0], weights.w2.shape[-1]
+    if hidden % BLOCK or inner % BLOCK:
+        raise ValueError(f"x has {hidden} columns and w2 {inner}: expected multiples of {BLOCK}")
+    expect_experts("w13", weights.w13, [experts, 2 * inner, hidden])
+    expect_experts("w2", weights.w2, [experts, hidden, inner])
+    chosen = routing.experts.contiguous()
+    top_k = chosen.shape[1]
+    slots = rows * top_k
+    few = slots <= FEW_SLOTS
+    tile_rows = 8 if rows <= 8 else 16 if rows <= 512 else 64
+    recorders = slots if few else experts
+    items = slots if few else slots // tile_rows + experts
+
+    def empty(*shape, dtype):
+        return torch.empty(*shape, dtype=dtype, device=x.device)
+
+    index = empty(rows, top_k, dtype=torch.int64)
+    out = empty(slots, hidden, dtype=torch.bfloat16)
+    if not slots:
+        return UnfinalizedMoE(out, routing.weights, index)
+    tokens = empty(slots, dtype=torch.int32)
+    tiles = empty(items, 3, dtype=torch.int32)
+    quantized = empty(rows, hidden, dtype=torch.bfloat16)
+    between = empty(slots, inner, dtype=torch.bfloat16)
+    chunks = triton.cdiv(hidden, 1024)
+    prepare[(recorders + rows * chunks,)](
+        x.contiguous(), chosen, quantized, index, tokens, tiles, slots, top_k, experts, hidden, recorders, chunks,
+        BY_EXPERT=not few, ROWS=tile_rows, num_warps=4,
+    )  # fmt: skip
+    w13, w2 = weights.w13, weights.w2
+    operands = (quantized, tokens, tiles, w13.codes, w13.scales, between, hidden // 2, hidden // BLOCK, inner, limit)
+    if tile_rows <= 16:
+        gate_up_few[(inner // 32, items)](
+            *operands, PAIRS=32, ROWS=tile_rows, BYTES=64, SLICES=8, num_warps=8, num_stages=3
+        )
+    else:
+        gate_up_many[(triton.cdiv(inner, 64), items)](
+            *operands, PAIRS=64, ROWS=tile_rows, BYTES=64, num_warps=4, num_stages=3
+        )
+    down[(triton.cdiv(hidden, 64), items)](
+        between, tiles, w2.codes, w2.scales, out, inner // 2, inner // BLOCK, hidden,
+        LINES=64, ROWS=tile_rows, BYTES=64, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return UnfinalizedMoE(out, routing.weights, index)
+
+
+# ---------------------------------------------------------------------------------------------- shared, finalisation
+
+
+@triton.jit
+def swiglu(gate_up, out, scales, inner, limit, QUANTIZE: tl.constexpr):
+    """SwiGLU of gate_up [rows, 2 * inner], 1,024 columns of a row: BF16 values, or A8's bytes and scales."""
+    group = tl.program_id(1) * 32 + tl.arange(0, 32)
+    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    row = tl.program_id(0).to(tl.int64)
+    inside = column < inner
+    gate = tl.load(gate_up + row * (2 * inner) + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * inner) + inner + column, mask=inside, other=0.0).to(tl.float32)
+    value = clamped_swiglu(gate, up, limit).to(tl.bfloat16)
+    if QUANTIZE:
+        groups = value.to(tl.float32)
+        exponent = math.a8_exponent(groups)
+        tl.store(out + row * inner + column, math.a8_bytes(groups, exponent), mask=inside)
+        tl.store(scales + row * (inner // 32) + group, exponent.to(tl.uint8), mask=group < inner // 32)
+    else:
+        tl.store(out + row * inner + column, value, mask=inside)
+
+
+def expert(x, w13, w2, limit, weight=None):
+    expect_dtype("x", x, torch.bfloat16)
+    if weight is not None:
+        raise ValueError("weight is given: expected None, kernels apply it after the down projection")
+    inner = w2.shape[-1]
+    packed = not isinstance(w2, torch.Tensor)
+    if w13.shape[0] != 2 * inner:
+        raise ValueError(f"w13 has {w13.shape[0]} outputs: expected twice the {inner} inputs of w2")
+    if packed and inner % BLOCK:
+        raise ValueError(f"w2 has {inner} inputs: expected a multiple of {BLOCK} to quantise them")
+    gate_up = linear_op.linear(x, w13)
+    rows = x.shape[0]
+    hidden = torch.empty(rows, inner, dtype=torch.uint8 if packed else x.dtype, device=x.device)
+    scales = torch.empty(rows, inner // BLOCK, dtype=torch.uint8, device=x.device) if packed else None
+    if rows:
+        swiglu[(rows, triton.cdiv(inner, 1024))](gate_up, hidden, scales, inner, limit, QUANTIZE=packed, num_warps=4)
+    quantized = hidden if scales is None else QuantizedRows(hidden.view(torch.float8_e4m3fn), scales)
+    return linear_op.linear(quantized, w2)
+
+
+@triton.jit
+def weighted_sum(rows, weights, index, shared, out, columns, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of out: k weighted rows in ascending slot order, then the shared one, in FP32 with one rounding."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(TOP):
+        row = tl.load(index + token * TOP + slot)
+        weight = tl.load(weights + token * TOP + slot)
+        piece = (
+            tl.load(rows + row * columns + column, mask=column < tl.where(row >= 0, columns, 0), other=0.0).to(
+                tl.float32
+            )
+            * weight
+        )
+        total += tl.where(row >= 0, piece, 0.0)
+    total += tl.load(shared + token * columns + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * columns + column, total.to(tl.bfloat16), mask=inside)
+
+
+def finalize(routed, shared):
+    expect_dtype("shared", shared, torch.bfloat16)
+    expect_dtype("rows", routed.rows, torch.bfloat16)
+    expect_dtype("weights", routed.weights, torch.float32)
+    expect_dtype("index", routed.index, torch.int64)
+    tokens, columns = shared.shape
+    top_k = routed.index.shape[1]
+    expect_shape("rows", routed.rows, [None, columns])
+    expect_shape("index", routed.index, [tokens, None])
+    expect_shape("weights", routed.weights, [tokens, top_k])
+    out = torch.empty(tokens, columns, dtype=shared.dtype, device=shared.device)
+    if tokens:
+        weighted_sum[(tokens, triton.cdiv(columns, 1024))](
+            routed.rows.contiguous(), routed.weights.contiguous(), routed.index.contiguous(), shared.contiguous(),
+            out, columns, TOP=top_k, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+    return out
