@@ -34,7 +34,7 @@ def sparse_attention(
         raise ValueError("global_kv and lists come together")
     return form(__name__, queries).sparse_attention(
         queries, step_kv, window, rows, sinks, window_size, oldest, global_kv, lists
-    )  # type: ignore[no-any-return]
+    )
 
 
 def block_attention(
@@ -53,6 +53,6 @@ def block_attention(
     ``last[b] - window_size + 1 .. last[b]`` of request ``requests[b]`` and all r rows of its block.
     """
     expect_shape("block_kv", block_kv, [*queries.shape[:2], queries.shape[3]])
-    return form(__name__, queries).block_attention(  # type: ignore[no-any-return]
+    return form(__name__, queries).block_attention(
         queries, block_kv, window, requests, last, sinks, window_size
     )

@@ -1,6 +1,6 @@
 """Attention on a GPU: packed or plain records are decoded in the kernel, a row's keys split over programs.
 
-Both operations are one kernel over *slots* of a row, in tiles: first the window's (ring records and rows of this
+Both operations are one kernel over the keys of a row, in tiles: first the window's (ring records, then rows of this
 step), then the entries of its list. With many rows a program takes all tiles of a row and writes the output: one
 launch. With few, each takes some of them and leaves maximum, sum and mixed values in FP32; a second launch adds
 these up in a fixed order. The split depends on the number of rows alone, so a row's bits do not depend on other rows.
@@ -22,15 +22,14 @@ from quickseek.ops.cache import CacheView, GlobalKvCodec, PlainCodec, WindowCode
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.rows import StepRows
 
-NONE, PLAIN, WINDOW, GLOBAL = -1, 0, 1, 2
-"""Kinds of records; NONE: there is no such cache."""
-TILE = 32
-"""Slots of a tile: the rows of one matrix product."""
-WARPS, STAGES = 8, 1
+PLAIN, WINDOW, GLOBAL = 0, 1, 2
+"""Kinds of records."""
+TILE = 64
+"""Keys of a tile: the rows of one matrix product."""
 MOST_HEADS = 32
 """Query heads of a program: their FP32 sums of D channels stay in registers."""
-PROGRAMS = 264
-"""Programs that fill a GPU twice: rows are split further only below it."""
+PROGRAMS = 132
+"""Programs that fill a GPU, one an SM: as long as there are fewer, rows are split further."""
 
 
 # ---------------------------------------------------------------------------------------------- device functions
@@ -84,11 +83,11 @@ def _fold(keys, seen, queries, largest, total, mixed, scale):
 # ---------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "ring_tiles", "step_tiles"])
 def _attend(
     queries, step_kv, positions, requests, starts, oldest, ring, ring_table, pages, pages_table, lists, sinks,
     out, part_largest, part_total, part_mixed,
-    heads, tiles, list_width, scale,
+    heads, tiles, ring_tiles, step_tiles, list_width, scale,
     ring_stride, ring_rows, ring_table_stride, pages_stride, pages_rows, pages_table_stride,
     width: tl.constexpr, padded: tl.constexpr, head_block: tl.constexpr, tile_size: tl.constexpr,
     window_size: tl.constexpr, block_rows: tl.constexpr, ring_kind: tl.constexpr, pages_kind: tl.constexpr,
@@ -96,8 +95,9 @@ def _attend(
 ):  # fmt: skip
     """Tiles ``tiles * program_id(1)`` and on of row program_id(0), for ``head_block`` heads.
 
-    ``block_rows`` 0: a step's row, which sees itself and what is before it. Else: a row of a draft block, which sees
-    the window up to its request's last position, and all rows of its block.
+    ``ring_tiles`` of window positions in the ring, ``step_tiles`` of rows of this step, then those of the list; tiles
+    in which the row sees nothing are skipped. ``block_rows`` 0: a step's row, which sees itself and what is before it.
+    Else: a row of a draft block, which sees the window up to its request's last position, and all rows of its block.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(2) * head_block + tl.arange(0, head_block)
@@ -110,54 +110,58 @@ def _attend(
         request = tl.load(requests + row)
         position = tl.load(positions + row)
         start = tl.load(starts + request)
-        lowest = tl.maximum(tl.load(oldest + request), 0)
-        window_slots: tl.constexpr = window_size
+        lowest = tl.maximum(tl.maximum(tl.load(oldest + request), position - window_size + 1), 0)
+        ring_first, ring_end = lowest, start
+        step_count = position - tl.maximum(lowest, start) + 1
+        step_first = row + 1 - step_count
     else:
         block = row // block_rows
         request = tl.load(requests + block)
         position = tl.load(positions + block)
-        window_slots: tl.constexpr = window_size + block_rows
+        ring_first, ring_end = tl.maximum(position - window_size + 1, 0), position + 1
+        step_count = tl.full((), block_rows, tl.int64)
+        step_first = block * block_rows
     ring_base = tl.load(ring_table + request * ring_table_stride) * ring_stride
     ring_record: tl.constexpr = width + width // 32 if ring_kind == 1 else width
+    pages_record: tl.constexpr = width // 2 + width // 16 if pages_kind == 2 else width
 
     largest = tl.full((head_block,), float("-inf"), tl.float32)
     total = tl.zeros((head_block,), tl.float32)
     mixed = tl.zeros((padded, head_block), tl.float32)
-    window_tiles: tl.constexpr = (window_slots + tile_size - 1) // tile_size
+    keys = tl.zeros((tile_size, padded), tl.bfloat16)
+    seen = tl.zeros((tile_size,), tl.int1)
+    place_in_tile = tl.arange(0, tile_size)
     first = tl.program_id(1) * tiles
-    last = first + tiles
-    for tile in range(first, tl.minimum(last, window_tiles)):
-        slot = tile * tile_size + tl.arange(0, tile_size)
-        distance = window_size - 1 - slot
-        target = position - distance
-        if block_rows == 0:
-            seen = (slot < window_slots) & (target >= lowest)
-            inside = seen & (target >= start)
-            step_row = row - distance
-        else:
-            inside = (slot >= window_size) & (slot < window_slots)
-            seen = inside | ((slot < window_size) & (target >= 0))
-            step_row = block * block_rows + slot - window_size
-        before = seen & ~inside
-        record = tl.where(before, target, 0).to(tl.int32) % ring_rows
-        keys = _records(ring, ring_base + record.to(tl.int64) * ring_record, before, width, padded, ring_kind)
-        new = _records(step_kv, step_row * width, inside, width, padded, 0)
-        keys = tl.where(inside[:, None], new, keys)
-        largest, total, mixed = _fold(keys, seen, query, largest, total, mixed, scale)
-
-    if pages_kind >= 0:
-        pages_record: tl.constexpr = width // 2 + width // 16 if pages_kind == 2 else width
-        table = pages_table + request * pages_table_stride
-        last = tl.minimum(last, window_tiles + (list_width + tile_size - 1) // tile_size)
-        for tile in range(tl.maximum(first, window_tiles), last):
-            slot = (tile - window_tiles) * tile_size + tl.arange(0, tile_size)
+    last = tl.minimum(first + tiles, ring_tiles + step_tiles + (list_width + tile_size - 1) // tile_size)
+    ready = False
+    # Keys are decoded at the end of an iteration and used in the next: a value that the loop carries is laid out for
+    # both products once, in shared memory. Else the compiler decodes it twice, and in every warp that needs it.
+    for tile in range(first, last + 1):
+        if ready:
+            largest, total, mixed = _fold(keys, seen, query, largest, total, mixed, scale)
+        ready = False
+        if tile < ring_tiles:
+            target = ring_first + tile * tile_size + place_in_tile
+            ready = ring_first + tile * tile_size < ring_end
+            seen = target < ring_end
+            record = tl.where(seen, target, 0).to(tl.int32) % ring_rows
+            keys = _records(ring, ring_base + record.to(tl.int64) * ring_record, seen, width, padded, ring_kind)
+        elif tile < ring_tiles + step_tiles:
+            slot = (tile - ring_tiles) * tile_size + place_in_tile
+            ready = (tile - ring_tiles) * tile_size < step_count
+            seen = slot < step_count
+            keys = _records(step_kv, (step_first + slot) * width, seen, width, padded, 0)
+        elif tile < last:
+            slot = (tile - ring_tiles - step_tiles) * tile_size + place_in_tile
             number = tl.load(lists + row * list_width + slot, mask=slot < list_width, other=-1).to(tl.int32)
             seen = number >= 0
+            ready = tl.max(number, 0) >= 0
             number = tl.where(seen, number, 0)
-            page = tl.load(table + number // pages_rows, mask=seen, other=0)
+            page = tl.load(pages_table + request * pages_table_stride + number // pages_rows, mask=seen, other=0)
             record = page * pages_stride + (number % pages_rows).to(tl.int64) * pages_record
             keys = _records(pages, record, seen, width, padded, pages_kind)
-            largest, total, mixed = _fold(keys, seen, query, largest, total, mixed, scale)
+        else:
+            keys = tl.zeros((tile_size, padded), tl.bfloat16)
 
     if split:
         part = (row * tl.num_programs(1) + tl.program_id(1)) * heads + head
@@ -211,7 +215,7 @@ def sparse_attention(
 ) -> Tensor:
     return _launch(
         queries, step_kv, window, sinks, window_size, rows.positions, rows.requests, rows.starts, oldest,
-        global_kv, lists, block_rows=0,
+        global_kv, lists, min(window_size, rows.max_rows), block_rows=0,
     )  # fmt: skip
 
 
@@ -226,20 +230,20 @@ def block_attention(
 ) -> Tensor:
     out = _launch(
         queries.flatten(0, 1), block_kv.flatten(0, 1), window, sinks, window_size, last, requests, last, last,
-        None, None, block_rows=queries.shape[1],
+        None, None, queries.shape[1], block_rows=queries.shape[1],
     )  # fmt: skip
     return out.view(queries.shape)
 
 
 def tiles_of_a_program(programs: int, tiles: int) -> int:
-    """How many of a row's ``tiles`` one program takes, if ``programs`` take one each of all rows and head groups.
+    """How many of a row's ``tiles`` one program takes: the fewest with which there are no more than PROGRAMS.
 
-    The fewest that leave no more than PROGRAMS in all, or all of them: 1, 2, 4, ... so that few cases arise.
+    ``programs``: rows times head groups, which is how many there are if each takes all tiles.
     """
     count = 1
     while count < tiles and programs * triton.cdiv(tiles, count) > PROGRAMS:
-        count *= 2
-    return min(count, tiles)
+        count += 1
+    return count
 
 
 def _launch(
@@ -254,6 +258,7 @@ def _launch(
     oldest: Tensor,
     pages: CacheView | None,
     lists: Tensor | None,
+    step_rows: int,
     block_rows: int,
 ) -> Tensor:
     expect_dtype("queries", queries, torch.bfloat16)
@@ -261,14 +266,16 @@ def _launch(
     expect_dtype("sinks", sinks, torch.float32)
     count, heads, width = queries.shape
     ring_kind = _kind("window", window, width)
-    pages_kind = NONE if pages is None else _kind("global_kv", pages, width)
+    # A call without global KV runs the same kernel, with empty lists.
+    pages_kind = min(2 * ring_kind, GLOBAL) if pages is None else _kind("global_kv", pages, width)
     queries, step_kv = queries.contiguous(), step_kv.contiguous()
     lists = None if lists is None else lists.contiguous()
     list_width = 0 if lists is None else lists.shape[1]
     head_block = 16 if heads <= 16 else MOST_HEADS
     padded = max(32, triton.next_power_of_2(width))
     groups = triton.cdiv(heads, head_block)
-    tiles = triton.cdiv(window_size + block_rows, TILE) + triton.cdiv(list_width, TILE)
+    ring_tiles, step_tiles = triton.cdiv(window_size, TILE), triton.cdiv(step_rows, TILE)
+    tiles = ring_tiles + step_tiles + triton.cdiv(list_width, TILE)
     each = tiles_of_a_program(count * groups, tiles)
     parts = triton.cdiv(tiles, each)
     out = torch.empty_like(queries)
@@ -282,11 +289,11 @@ def _launch(
     _attend[(count, parts, groups)](
         queries, step_kv, positions, requests, starts, oldest, window.storage, window.table, other.storage,
         other.table, requests if lists is None else lists, sinks, out, largest, total, mixed,
-        heads, each, list_width, width**-0.5,
+        heads, each, ring_tiles, step_tiles, list_width, width**-0.5,
         window.storage.stride(0), window.block_rows, window.table.stride(0),
         other.storage.stride(0), other.block_rows, other.table.stride(0),
         width=width, padded=padded, head_block=head_block, tile_size=TILE, window_size=window_size,
-        block_rows=block_rows, ring_kind=ring_kind, pages_kind=pages_kind, split=parts > 1, num_warps=WARPS, num_stages=STAGES,
+        block_rows=block_rows, ring_kind=ring_kind, pages_kind=pages_kind, split=parts > 1, num_warps=8, num_stages=1,
     )  # fmt: skip
     if parts > 1:
         channels = min(128, padded)
@@ -300,12 +307,12 @@ def _launch(
 def _kind(name: str, cache: CacheView, width: int) -> int:
     """The kind of a cache's records; a ValueError for a cache that the kernel cannot read."""
     kinds = {PlainCodec: PLAIN, WindowCodec: WINDOW, GlobalKvCodec: GLOBAL}
-    kind = kinds.get(type(cache.codec))  # type: ignore[call-overload]
+    kind = kinds.get(type(cache.codec))
     if kind is None:
-        raise ValueError(f"{name} has records of {type(cache.codec).__name__}: expected plain, window or global KV ones")
+        raise ValueError(f"{name} has the codec {cache.codec}: expected a plain one or that of window or global KV")
     if cache.codec.width != width:
         raise ValueError(f"{name} has rows of {cache.codec.width} values: expected {width}")
     expect_dtype(name, cache.storage, torch.bfloat16 if kind == PLAIN else torch.uint8)
-    if not cache.storage[0].is_contiguous() or cache.table.stride(-1) != 1 and cache.table.shape[1] > 1:
+    if not cache.storage[0].is_contiguous() or (cache.table.stride(-1) != 1 and cache.table.shape[1] > 1):
         raise ValueError(f"{name} has strides {cache.storage.stride()}: expected the records of a block in a row")
     return int(kind)
