@@ -32,6 +32,8 @@ def sparse_attention(
     expect_shape("sinks", sinks, [queries.shape[1]])
     if (global_kv is None) != (lists is None):
         raise ValueError("global_kv and lists come together")
+    if lists is not None:
+        expect_shape("lists", lists, [count, None])
     return form(__name__, queries).sparse_attention(
         queries, step_kv, window, rows, sinks, window_size, oldest, global_kv, lists
     )
@@ -53,6 +55,4 @@ def block_attention(
     ``last[b] - window_size + 1 .. last[b]`` of request ``requests[b]`` and all r rows of its block.
     """
     expect_shape("block_kv", block_kv, [*queries.shape[:2], queries.shape[3]])
-    return form(__name__, queries).block_attention(
-        queries, block_kv, window, requests, last, sinks, window_size
-    )
+    return form(__name__, queries).block_attention(queries, block_kv, window, requests, last, sinks, window_size)
