@@ -15,9 +15,9 @@ class Batch:
 
     def __init__(self, model: CausalLM, size: int = 1, max_length: int = 256) -> None:
         self.model = model
-        draft = model.draft is not None
+        draft, self.device = model.draft is not None, model.head.weight.device
         self.state = ContiguousState(
-            model.config, model.numerics, max_requests=size, max_length=max_length, draft=draft
+            model.config, model.numerics, max_requests=size, max_length=max_length, draft=draft, device=self.device
         )
         self.slots = [self.state.acquire() for _ in range(size)]
 
@@ -37,7 +37,7 @@ class Batch:
         counts = [part.shape[0] for part in parts]
         context = self.state.context(self.slots, counts, num_prefills=len(parts) if prefill else 0)
         out = self.model.backbone(
-            torch.cat(parts), context.rows.positions, inputs_embeds=inputs_embeds, context=context
+            torch.cat(parts).to(self.device), context.rows.positions, inputs_embeds=inputs_embeds, context=context
         )
         hidden, aux = out if isinstance(out, tuple) else (out, None)
         if aux is not None and self.model.draft is not None:
@@ -56,7 +56,7 @@ class Batch:
         assert self.model.draft is not None and self.model.backbone.embed is not None
         context, last = self.state.draft_context(self.slots)
         return self.model.draft.propose(
-            torch.tensor(list(anchors)), last, self.model.backbone.embed, self.model.head, context
+            torch.tensor(list(anchors), device=self.device), last, self.model.backbone.embed, self.model.head, context
         )
 
     def cache(self, name: str, rows: Sequence[int] | Tensor, request: int = 0) -> Tensor:
