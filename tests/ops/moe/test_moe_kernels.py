@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from moe_cases import down_terms, drawn, moved, packed_experts, packed_matrix, routing_of, rows_of
 from torch import Tensor
 
 from compare import assert_bits, assert_op, assert_op_selections
+from moe_cases import down_terms, drawn, moved, packed_experts, packed_matrix, routing_of, rows_of
 from op_cases import normal, poisoned_outputs
+from quickseek import formats
+from quickseek.ops.linear import Fp4Weight
 from quickseek.ops.moe import ExpertWeights, Routing, UnfinalizedMoE, reference
 
 kernels = pytest.importorskip("quickseek.ops.moe.triton")
@@ -191,31 +193,38 @@ def test_a_nan_row_of_the_experts_stays_in_its_row_in_kernels(device: torch.devi
         assert_bits(spoilt.rows, clean.rows)
 
 
-def test_values_of_every_code_and_scale_are_exact(device: torch.device) -> None:
-    """A unit vector through an identity: every code of w13 at scales from the smallest normal product to large ones."""
-    hidden, inner = 32, 32
-    for scale in (1, 60, 120, 127, 135):
-        w13 = torch.zeros(1, 2 * inner, hidden // 2, dtype=torch.uint8)
-        w13[0, :, 0] = 0x2
-        w2 = torch.randint(0, 256, (1, hidden, inner // 2), generator=torch.Generator().manual_seed(scale))
-        scales = [torch.full(s, v, dtype=torch.uint8) for s, v in (((1, 64, 1), 127), ((1, 32, 1), scale))]
-        weights = ExpertWeights(
-            *(reference_weight(c.to(torch.uint8), s) for c, s in zip((w13, w2), scales, strict=True))
-        )
-        x = torch.zeros(1, hidden, dtype=torch.bfloat16)
-        x[0, 0] = 1.0
-        routing = routing_of(torch.zeros(1, 1, dtype=torch.int64))
-        found = run(device, "routed_experts", x, routing, weights, 10.0, "after")
-        expected = reference.routed_experts(x, routing, weights, 10.0, "after")
-        torch.testing.assert_close(found.rows, expected.rows, rtol=2.0**-7, atol=0)
-        with pytest.raises(AssertionError):
-            torch.testing.assert_close(found.rows * 2, expected.rows, rtol=2.0**-7, atol=0)
+def test_every_code_has_its_value_at_scales_of_every_size(device: torch.device) -> None:
+    """A unit vector through two matrices whose columns hold one code each."""
+    codes, bytes_ = torch.arange(16, dtype=torch.uint8), torch.tensor([66, 90, 120, 127, 180], dtype=torch.uint8)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, 0] = 1.0
+    w13 = torch.zeros(5, 64, 16, dtype=torch.uint8)
+    w13[:, [0, 32], 0] = 0x2
+    w2 = torch.zeros(5, 32, 16, dtype=torch.uint8)
+    w2[:, :16, 0], w2[:, 16:, 0] = codes, codes << 4
+    w2_scales = bytes_.view(5, 1, 1).expand(5, 32, 1).contiguous()
+    weights = ExpertWeights(Fp4Weight(w13, torch.full((5, 64, 1), 127, dtype=torch.uint8)), Fp4Weight(w2, w2_scales))
+    routing = routing_of(torch.arange(5).unsqueeze(0))
+    found = run(device, "routed_experts", x, routing, weights, 10.0, "after")
+    expected = reference.routed_experts(x, routing, weights, 10.0, "after")
+    assert (expected.rows[:, 1:8] > 0).all() and (expected.rows[:, 16:] == 0).all()
+    torch.testing.assert_close(found.rows, expected.rows, rtol=2.0**-8, atol=0)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found.rows.roll(1, 1), expected.rows, rtol=2.0**-8, atol=0)
 
 
-def reference_weight(codes: Tensor, scales: Tensor) -> Any:
-    from quickseek.ops.linear import Fp4Weight
-
-    return Fp4Weight(codes, scales)
+def test_a_nan_scale_of_an_expert_spoils_its_own_rows_only(device: torch.device) -> None:
+    x, weights, routing = rows_of(6, 64), packed_experts(3, 64, 32), routing_of(drawn(6, 3, 1))
+    clean = run(device, "routed_experts", x, routing, weights, LIMIT, "after")
+    assert isinstance(weights.w2, Fp4Weight)
+    weights.w2.scales[1, 5, 0] = formats.E8M0_NAN
+    spoilt = run(device, "routed_experts", x, routing, weights, LIMIT, "after")
+    hit = torch.zeros(6, 64, dtype=torch.bool)
+    hit[spoilt.index[routing.experts == 1], 5] = True
+    assert hit.any() and spoilt.rows[hit].isnan().all()
+    assert_bits(spoilt.rows[~hit], clean.rows[~hit])
+    with pytest.raises(AssertionError, match="differ in bits"):
+        assert_bits(spoilt.rows, clean.rows)
 
 
 @pytest.mark.parametrize("rows", [6, 20])

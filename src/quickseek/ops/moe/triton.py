@@ -11,10 +11,11 @@ Launches, in order:
 * ``shared_expert``: the linear operation twice, ``swiglu`` between them.
 * ``finalize``: one launch; reads k rows and the shared one, writes one.
 
-Products take BF16 values, which hold A8 activations and FP4 weights exactly, and accumulate in FP32. Weights are the
-left operand, so that 8 rows of a step are enough to fill a tile. The packed byte b holds the elements 2b and 2b + 1:
-the activations of these products are stored with all even elements before all odd ones, and each half of a byte has
-a product of its own.
+Products take BF16 values, which hold A8 activations and FP4 weights exactly, and accumulate in FP32; between these
+kernels activations are kept 2^63 times as large, and weights are taken 2^-63 times (why: ``fp4_values``). Weights are
+the left operand, so that 8 rows of a step are enough to fill a tile. The packed byte b holds the elements 2b and
+2b + 1: the activations of these products are stored with all even elements before all odd ones, and each half of a
+byte has a product of its own.
 """
 
 import torch
@@ -143,52 +144,44 @@ def route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows):
 
 @triton.jit
 def fp4_values(codes, scales, SCALE_SHAPE: tl.constexpr):
-    """BF16 values of the even and of the odd elements of packed bytes, with an E8M0 byte for every 16 of them.
+    """2^-63 of the values of the even and of the odd elements of packed bytes: BF16, an E8M0 byte for every 16 of them.
 
-    SCALE_SHAPE: the shape of ``scales`` with a dimension of 16 behind it. The products with a power of two are exact.
+    SCALE_SHAPE: the shape of ``scales`` with a dimension of 16 behind it. Exact for scales of 2^-62 to 2^64; a larger
+    one gives NaN. The activations that they are multiplied with are 2^63 times too large.
     """
     if INTERPRETED:
-        scale = tl.reshape(tl.broadcast_to(tl.expand_dims(math.e8m0_value(scales), -1), SCALE_SHAPE), codes.shape)
+        scale = tl.where(scales < 192, math.e8m0_value(scales) * 1.0842021724855044e-19, float("nan"))
+        scale = tl.reshape(tl.broadcast_to(tl.expand_dims(scale, -1), SCALE_SHAPE), codes.shape)
         even = math.e2m1_value(codes & 15) * scale
         odd = math.e2m1_value(codes.to(tl.int32) >> 4) * scale
         return even.to(tl.bfloat16), odd.to(tl.bfloat16)
-    bits = scales.to(tl.int16)
-    bits = tl.where(bits == 0, 0x0040, tl.where(bits == 255, 0x7FC0, bits << 7)).to(tl.int16)
+    bits = tl.where(scales < 192, (scales.to(tl.int16) + 63) << 7, 0x7FC0).to(tl.int16)
     scale = tl.expand_dims(bits.to(tl.bfloat16, bitcast=True), -1)
     scale = tl.reshape(tl.broadcast_to(scale, SCALE_SHAPE), codes.shape)
-    # Four bytes at a time: two of them are spread over the halves of a word, a code's magnitude is shifted to the
-    # lowest exponent bits and the highest mantissa bit of BF16 (which makes it 2^-126 of the value), its sign to the
-    # top, and two products put the exponent right.
+    # Four bytes at a time: two of them are spread over the halves of a word. A product puts a code's magnitude at the
+    # lowest exponent bits and the highest mantissa bit of BF16 and its sign at the top: 2^-126 of the value, so the
+    # scale is taken 2^63 times too large. With both corrected here, a product more would be needed for each pair.
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 low, high, sign, bias;
-        mov.b32 bias, 0x7E807E80;
+        .reg .b32 low, high;
         prmt.b32 low, $4, 0, 0x4140;
         prmt.b32 high, $4, 0, 0x4342;
-        shl.b32 $0, low, 6;
-        and.b32 $0, $0, 0x01C001C0;
-        shl.b32 sign, low, 12;
-        lop3.b32 $0, sign, 0x80008000, $0, 0xEA;
-        mul.rn.bf16x2 $0, $0, bias;
+        and.b32 $0, low, 0x000F000F;
+        mul.lo.u32 $0, $0, 0x1040;
+        and.b32 $0, $0, 0x81C081C0;
         mul.rn.bf16x2 $0, $0, $5;
-        shl.b32 $1, high, 6;
-        and.b32 $1, $1, 0x01C001C0;
-        shl.b32 sign, high, 12;
-        lop3.b32 $1, sign, 0x80008000, $1, 0xEA;
-        mul.rn.bf16x2 $1, $1, bias;
+        and.b32 $1, high, 0x000F000F;
+        mul.lo.u32 $1, $1, 0x1040;
+        and.b32 $1, $1, 0x81C081C0;
         mul.rn.bf16x2 $1, $1, $6;
-        shl.b32 $2, low, 2;
-        and.b32 $2, $2, 0x01C001C0;
-        shl.b32 sign, low, 8;
-        lop3.b32 $2, sign, 0x80008000, $2, 0xEA;
-        mul.rn.bf16x2 $2, $2, bias;
+        and.b32 $2, low, 0x00F000F0;
+        mul.lo.u32 $2, $2, 0x104;
+        and.b32 $2, $2, 0x81C081C0;
         mul.rn.bf16x2 $2, $2, $5;
-        shl.b32 $3, high, 2;
-        and.b32 $3, $3, 0x01C001C0;
-        shl.b32 sign, high, 8;
-        lop3.b32 $3, sign, 0x80008000, $3, 0xEA;
-        mul.rn.bf16x2 $3, $3, bias;
+        and.b32 $3, high, 0x00F000F0;
+        mul.lo.u32 $3, $3, 0x104;
+        and.b32 $3, $3, 0x81C081C0;
         mul.rn.bf16x2 $3, $3, $6;
         }
         """,
@@ -198,6 +191,12 @@ def fp4_values(codes, scales, SCALE_SHAPE: tl.constexpr):
         is_pure=True,
         pack=4,
     )
+
+
+@triton.jit
+def for_fp4(values):
+    """BF16 of FP32 activations after A8, 2^63 times as large: the other factor of what ``fp4_values`` gives."""
+    return (values * 9.223372036854775808e18).to(tl.bfloat16)
 
 
 @triton.jit
@@ -217,7 +216,7 @@ def quantize_chunk(x, quantized, row, chunk, hidden):
     column = chunk * 1024 + tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     start = row.to(tl.int64) * hidden
     groups = tl.load(x + start + column, mask=column < hidden, other=0.0).to(tl.float32)
-    values = math.fake_quantize_a8(groups).to(tl.bfloat16)
+    values = for_fp4(math.fake_quantize_a8(groups))
     even, odd = tl.split(tl.reshape(values, (32, 16, 2)))
     pair = chunk * 512 + tl.arange(0, 32)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(quantized + start + pair, even, mask=pair < hidden // 2)
@@ -306,7 +305,7 @@ def store_hidden(hidden, gate, up, limit, first, count, pair_tile, inner, PAIRS:
     up = up.to(tl.bfloat16).to(tl.float32)
     value = tl.trans(clamped_swiglu(gate, up, limit).to(tl.bfloat16).to(tl.float32))
     groups = tl.reshape(value, (ROWS, PAIRS // 32, 32))
-    values = math.fake_quantize_a8(groups).to(tl.bfloat16)
+    values = for_fp4(math.fake_quantize_a8(groups))
     even, odd = tl.split(tl.reshape(values, (ROWS, PAIRS // 2, 2)))
     column = pair_tile * (PAIRS // 2) + tl.arange(0, PAIRS // 2)[None, :]
     row = tl.arange(0, ROWS)[:, None]
