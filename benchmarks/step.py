@@ -1,0 +1,300 @@
+"""Time of one decode step of a full-size rank on this GPU, from a CUDA graph, over what its memory reads allow.
+
+    python benchmarks/step.py [--ranks 4] [--layers 40] [--steps 1x1,1x6,8x1,8x6] [--context 4096] [--out FILE]
+
+A step BxR runs B requests of R rows (the anchor and R - 1 drafts) at ``--context`` committed positions. Weights are
+synthetic, made on the GPU: random codes, scales that keep values of the size of their inputs, n-gram tables cut to
+``--engram-rows`` rows a layer. Peers are missing: the stock path sums nothing, and the specialized path stores its
+contributions where peers would have stored theirs (``LoopbackFabric``). The floor is the time of a plain read of the
+bytes that the step must read (weights but those of experts nobody chose, and cache rows), at the rate of one long read
+in the same run. Prints a JSON line for each step and path.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ops import plain_read_us
+from quickseek.config import DecodeConfig, ModelConfig
+from quickseek.decode.executor import SpecializedDecode
+from quickseek.engine.cycle import Cycle, Needs
+from quickseek.engine.graphs import CudaGraphs
+from quickseek.engine.pools import Pools
+from quickseek.engine.slot_state import SlotState
+from quickseek.model.causal_lm import CausalLM
+from quickseek.model.layer import Layer
+from quickseek.model.moe import Router
+from quickseek.numerics import Numerics
+from quickseek.ops.linear import Fp8Weight
+from quickseek.parallel.fabric import LoopbackFabric
+from quickseek.parallel.world import SoloWorld, World
+
+CONFIG = Path(__file__).parent.parent / "tests/golden/released_config.json"
+FP8_SCALES, FP4_SCALES = (119, 122), (117, 120)
+"""Ranges of scale bytes that give products of about the size of their inputs."""
+READ_BYTES = 1 << 30
+
+
+class MissingPeers(World):
+    """Rank 0 of ``size`` whose peers are not there: what they would send is this rank's own."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = 0, size, device
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        return torch.cat([x] * self.size, dim)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return x
+
+    def all_reduce_min(self, value: int) -> int:
+        return value
+
+    def gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        return
+
+
+def cut(config: ModelConfig, layers: int) -> ModelConfig:
+    """The released configuration with its first ``layers`` layers, without a drafter."""
+    kept = [layer for layer in config.engram_layer_ids if layer < layers]
+    return replace(
+        config,
+        num_hidden_layers=layers,
+        compress_ratios=config.compress_ratios[:layers],
+        kv_source_layer_ids=tuple(layer for layer in config.kv_source_layer_ids if layer < layers),
+        index_source_layer_ids=tuple(layer for layer in config.index_source_layer_ids if layer < layers),
+        candidate_source_layer_id=config.candidate_source_layer_id if config.candidate_source_layer_id < layers else -1,
+        engram_layer_ids=tuple(kept),
+        engram_num_embeddings=config.engram_num_embeddings[: len(kept)],
+        num_nextn_predict_layers=0,
+    )
+
+
+def synthetic(config: ModelConfig, world: World, engram_rows: int) -> CausalLM:
+    """A rank's model with random weights on its device."""
+    with torch.device("meta"):
+        model = CausalLM(config, Numerics.trained(), world=world)
+    model.to_empty(device=world.device)
+    generator = torch.Generator(world.device).manual_seed(1)
+    for name, parameter in model.named_parameters():
+        fill(name, parameter, generator)
+    model.backbone.finalize_mhc_broadcast_weights()
+    for layer in model.backbone.layers:
+        assert isinstance(layer, Layer)
+        if layer.engram is not None:
+            shape = engram_rows, config.engram_head_dim
+            codes = random_bytes(shape, generator).view(torch.float8_e4m3fn)
+            scales = torch.full((engram_rows, shape[1] // 32), 120, dtype=torch.uint8, device=world.device)
+            layer.engram.table = Fp8Weight(codes, scales)
+    return model.eval()
+
+
+def random_bytes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Finite E4M3 codes of both signs, up to 1.875 in magnitude."""
+    codes = torch.randint(0, 64, shape, generator=generator, device=generator.device, dtype=torch.uint8)
+    return codes | (torch.randint(0, 2, shape, generator=generator, device=generator.device, dtype=torch.uint8) << 7)
+
+
+@torch.no_grad()
+def fill(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Random values of the right form: codes, scale bytes, norms of one, small other weights."""
+    data = parameter.data
+    if data.dtype == torch.float8_e4m3fn:
+        for part in data.view(torch.uint8).split(4096):
+            part.copy_(random_bytes(tuple(part.shape), generator))
+    elif data.dtype == torch.uint8 and "scale" in name:
+        low, high = FP4_SCALES if "experts" in name else FP8_SCALES
+        data.random_(low, high + 1, generator=generator)
+    elif data.dtype == torch.uint8:
+        for expert in data:
+            expert.random_(0, 256, generator=generator)
+    elif "norm" in name or name.endswith(("q_weight", "k_weight")):
+        data.fill_(1.0)
+    else:
+        data.normal_(0.0, 0.02, generator=generator)
+
+
+class Hashed(nn.Module):
+    """Row numbers of the real hash, folded into the smaller table."""
+
+    def __init__(self, inner: Any, rows: int) -> None:
+        super().__init__()
+        self.inner, self.rows = inner, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("inner", "rows", "_modules") else getattr(self.inner, name)
+
+    def forward(self, *args: Any) -> list[Tensor]:
+        return [numbers % self.rows for numbers in self.inner(*args)]
+
+
+@contextmanager
+def counted_experts(model: CausalLM) -> Iterator[list[int]]:
+    """Distinct experts chosen in each layer of what runs inside."""
+    found: list[int] = []
+
+    def count(_: nn.Module, __: Any, routing: Any) -> None:
+        found.append(int(routing.experts.unique().numel()))
+
+    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, Router)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def weight_bytes(model: CausalLM, experts: list[int]) -> int:
+    """Bytes of weights that a step reads: everything but the embedding and the experts that nobody chose."""
+    total, layer = 0, 0
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            layer = int(name.split("layers.")[1].split(".")[0])
+            total += parameter.nbytes // parameter.shape[0] * experts[layer]
+        elif not name.startswith("backbone.embed"):
+            total += parameter.nbytes
+    return total
+
+
+def cache_bytes(config: ModelConfig, pools: Pools, batch: int, rows: int, context: int) -> int:
+    """Bytes of cache rows that a step reads: windows, index keys of every visible group, the selected global rows."""
+    total = 0
+    for layer in range(config.num_hidden_layers):
+        window = pools.specs[f"layers.{layer}.window"].codec.record
+        total += batch * min(context, config.sliding_window) * window
+        if (ratio := config.ratio(layer)) > 0:
+            record = pools.specs[f"layers.{config.kv_source(layer)}.global_kv"].codec.record
+            total += batch * rows * min(config.index_topk, context // ratio) * record
+        if layer in config.index_source_layer_ids:
+            keys = pools.specs[f"layers.{config.kv_source(layer)}.index_k"].codec.record
+            total += batch * (context // config.ratio(layer)) * keys
+    return total
+
+
+def graph_us(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    """Sorted microseconds of ``count`` replays, from device events."""
+    times = []
+    for _ in range(count + 5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return sorted(times[5:])
+
+
+@torch.inference_mode()
+def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) -> dict[str, Any]:
+    """One step of V and, beside it, of D."""
+    config, device = model.config, model.world.device
+    pools = Pools(
+        config, model.numerics, num_slots=batch + 1, num_blocks=1 + batch * (context // 64 + 2), block_tokens=64,
+        max_model_len=context + 128, draft=False, device=device,
+    )  # fmt: skip
+    generator = torch.Generator(device).manual_seed(2)
+    for cache in pools.caches.values():
+        if cache.tensor.dtype == torch.uint8:
+            cache.tensor.random_(40, 60, generator=generator)
+    for slot in range(1, batch + 1):
+        first = 1 + (slot - 1) * (context // 64 + 2)
+        pools.set_table(slot, 0, list(range(first, first + context // 64 + 2)))
+    state = SlotState(config, batch + 1, rows - 1, device)
+    state.lengths[1:], state.finished[1:] = context, False
+    state.anchors.random_(3, config.vocab_size, generator=generator)
+    state.drafts.random_(3, config.vocab_size, generator=generator)
+    cycle = Cycle(model, pools, state, drafts=0)
+    cycle.drafts = rows - 1
+    graphs = CudaGraphs(cycle, [batch])
+    graphs._slots.copy_(torch.arange(1, batch + 1, device=device))
+    with counted_experts(model) as experts:
+        cycle.verify(graphs._slots, pools.reach, rows - 1)
+    graph, step = graphs._captured(lambda: cycle.verify(graphs._slots, pools.reach, rows - 1))
+    assert bool(step.logits.isfinite().all()), "the logits are not finite"
+    times = graph_us(graph, replays)
+    nodes = launches_of(graph)
+    cycle.drafts = 0
+    needs = Needs(sampled=False, penalties=False, bias=False, min_tokens=False, masks=False, logprobs=None)
+    decide, _ = graphs._captured(lambda: cycle.decide(step, needs))
+    size = weight_bytes(model, experts) + cache_bytes(config, pools, batch, rows, context)
+    rate = READ_BYTES / plain_read_us(READ_BYTES)
+    floor = size / rate
+    return {
+        "rows": batch * rows,
+        "us": round(times[len(times) // 2], 1),
+        "p99_us": round(times[int(len(times) * 0.99)], 1),
+        "floor_us": round(floor, 1),
+        "over_floor": round(times[len(times) // 2] / floor, 2),
+        "bytes": size,
+        "read_tb_s": round(rate / 1e6, 2),
+        "experts": sum(experts),
+        "launches": nodes,
+        "decide_us": round(graph_us(decide, replays)[replays // 2], 1),
+    }
+
+
+def launches_of(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernels and copies of one replay."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    return sum(str(event.device_type).endswith("CUDA") for event in profile.events())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--steps", default="1x1,2x1,4x1,1x6,8x1,16x1,8x6")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--engram-rows", type=int, default=1 << 20)
+    parser.add_argument("--replays", type=int, default=200)
+    parser.add_argument("--paths", default="stock,specialized")
+    parser.add_argument("--off", default="", help="paths of the specialized decode to leave out")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda", 0)
+    config = cut(ModelConfig.from_file(CONFIG), args.layers)
+    world: World = SoloWorld(device) if args.ranks == 1 else MissingPeers(args.ranks, device)
+    model = synthetic(config, world, args.engram_rows)
+    model.set_token_map(torch.arange(config.vocab_size, device=device) % config.engram_compressed_vocab_size)
+    model.backbone.hashes = Hashed(model.backbone.hashes, args.engram_rows)  # type: ignore[assignment]
+    conditions = {
+        "device": torch.cuda.get_device_name(device), "ranks": args.ranks, "layers": args.layers,
+        "context": args.context, "peers": "none", "torch": torch.__version__, "triton": triton.__version__,
+        "replays": args.replays, "weights_gb": round(sum(p.nbytes for p in model.parameters()) / 1e9, 1),
+    }  # fmt: skip
+    for path in args.paths.split(","):
+        if path == "specialized":
+            off = tuple(name for name in args.off.split(",") if name)
+            executor = SpecializedDecode(
+                model.backbone, DecodeConfig(off=off), model.head, fabric=LoopbackFabric(args.ranks, device)
+            )
+            model.backbone.executor = executor
+        for step in args.steps.split(","):
+            batch, rows = (int(part) for part in step.split("x"))
+            line = {"path": path, "step": step, **measure(model, batch, rows, args.context, args.replays)}
+            print(json.dumps(line), flush=True)
+            if args.out is not None:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line | conditions) + "\n")
+
+
+if __name__ == "__main__":
+    main()
