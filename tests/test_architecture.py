@@ -22,7 +22,11 @@ OPERATIONS = (
     *("moe", "engram", "embedding", "head", "sampling", "collectives"),
 )
 KERNELS = {"cute", "triton"}
-MORE_FILES = {"sampling": {"adjust_reference", "verify_reference", "parameters", "philox"}, "collectives": None}
+MORE_FILES = {
+    "sampling": {"adjust_reference", "verify_reference", "parameters", "philox"},
+    "engram": {"host_table"},
+    "collectives": None,
+}
 """Folders with several references or kernels: the names of the others' files, None for any."""
 TEST_FOLDERS_BESIDE_SRC = {"golden", "protocol", "gpu", "e2e", "compile", "tools"}
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|home|root|tmp|mnt|Users)/\w")

@@ -10,14 +10,14 @@ from quickseek.model.modules import Linear, parameter
 from quickseek.numerics import Numerics
 from quickseek.ops import engram as engram_op
 from quickseek.ops import rings
-from quickseek.ops.engram import DEAD, HashConstants
+from quickseek.ops.engram import DEAD, HashConstants, HostTable
 from quickseek.ops.linear import Weight
 
 HISTORY = "token_history"
 
 
 class Engram(nn.Module):
-    """Table, projection and gate of one Engram layer; the table stays where the checkpoint is mapped."""
+    """Table, projection and gate of one Engram layer; a large table stays where the checkpoint is mapped."""
 
     def __init__(self, config: ModelConfig, index: int, numerics: Numerics) -> None:
         super().__init__()
@@ -28,6 +28,7 @@ class Engram(nn.Module):
         self.q_weight = parameter(n, hidden, dtype=numerics.dtype)
         self.k_weight = parameter(n, hidden, dtype=numerics.dtype)
         self.table: Weight | None = None
+        self._placed: HostTable | None = None
 
     def gather(self, rows: Tensor) -> Tensor:
         """Concatenated table rows [T, columns * width] in the activations' dtype of row numbers [T, columns]."""
@@ -46,7 +47,9 @@ class Engram(nn.Module):
     def load(self, loader: WeightLoader, prefix: str) -> None:
         """``prefix``: "layers.1.engram."."""
         rows = self.config.engram_num_embeddings[self.index]
-        self.table = loader.table(f"{prefix}embed", rows, self.config.engram_head_dim)
+        table = loader.table(f"{prefix}embed", rows, self.config.engram_head_dim)
+        self._placed = HostTable(table, self.q_weight.device)
+        self.table = self._placed.weight
         loader.linear(self.wkv, f"{prefix}wkv")
         loader.tensor(self.q_weight, f"{prefix}q_weight")
         loader.tensor(self.k_weight, f"{prefix}k_weight")
@@ -56,7 +59,8 @@ class NgramHashState(nn.Module):
     """Table rows of a whole flattened batch, before any layer runs.
 
     ``token_map`` int32 [vocab]: compressed id of each token (spec 8.1). The history of each request is a ring of
-    compressed ids in the caches, so that n-grams cross chunks and decode steps but never a request's start.
+    compressed ids in the caches, so that n-grams cross chunks and decode steps but never a request's start. Map and
+    constants follow the first ids to their device.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -69,15 +73,22 @@ class NgramHashState(nn.Module):
         if token_map.shape != (self.config.vocab_size,):
             raise ValueError(f"token_map has shape {tuple(token_map.shape)}: expected [{self.config.vocab_size}]")
         self.token_map = token_map.to(torch.int64)
+        layout = self.layout
         self._constants = [
             HashConstants(
-                multipliers=torch.tensor(self.layout.multipliers[i], dtype=torch.int64),
-                primes=torch.tensor(self.layout.primes[i], dtype=torch.int64),
-                offsets=torch.tensor(self.layout.offsets[i], dtype=torch.int64),
-                pad=int(self.token_map[self.layout.pad_id]),
+                multipliers=torch.tensor(layout.multipliers[i], dtype=torch.int64, device=token_map.device),
+                primes=torch.tensor(layout.primes[i], dtype=torch.int64, device=token_map.device),
+                offsets=torch.tensor(layout.offsets[i], dtype=torch.int64, device=token_map.device),
+                pad=int(self.token_map[layout.pad_id]),
             )
-            for i in range(len(self.layout.layer_ids))
+            for i in range(len(layout.layer_ids))
         ]
+
+    def _follow(self, device: torch.device) -> None:
+        """Bring what every step reads to where the ids are; a copy in the first step only."""
+        if self.token_map is not None and self.token_map.device != device:
+            self.token_map = self.token_map.to(device)
+            self._constants = [constants.to(device) for constants in self._constants]
 
     def is_image(self, ids: Tensor) -> Tensor:
         """Bool mask of the positions of image spans: they all carry one id (spec 13)."""
@@ -86,6 +97,7 @@ class NgramHashState(nn.Module):
 
     def compress(self, ids: Tensor, dead: Tensor) -> Tensor:
         """Compressed ids int64 of token ids, DEAD where ``dead`` is set."""
+        self._follow(ids.device)
         if self.token_map is None:
             raise RuntimeError("the n-gram memory has no token map: set_token_map comes before the first forward")
         return torch.where(dead, DEAD, self.token_map[ids])

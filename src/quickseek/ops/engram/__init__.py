@@ -7,8 +7,9 @@ from torch import Tensor
 
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype, expect_shape
-from quickseek.ops.engram import reference
+from quickseek.ops.engram.host_table import HostTable as HostTable
 from quickseek.ops.engram.reference import DEAD as DEAD
+from quickseek.ops.forms import form
 from quickseek.ops.linear import Weight
 from quickseek.ops.rows import StepRows
 
@@ -21,6 +22,10 @@ class HashConstants:
     primes: Tensor
     offsets: Tensor
     pad: int
+
+    def to(self, device: torch.device) -> "HashConstants":
+        """The same constants on ``device``."""
+        return HashConstants(self.multipliers.to(device), self.primes.to(device), self.offsets.to(device), self.pad)
 
 
 def token_windows(
@@ -36,21 +41,22 @@ def token_windows(
         raise ValueError("history and given are both None: expected one of them")
     if given is not None:
         expect_shape("given", given, [rows.starts.shape[0], lookback])
-    return reference.token_windows(ids, history, rows, lookback, given)
+    return form(__name__, ids).token_windows(ids, history, rows, lookback, given)
 
 
 def hash_ngrams(windows: Tensor, constants: HashConstants) -> Tensor:
     """Table rows int64 [T, (N-1)*heads] of token windows [T, N] (spec 8.3)."""
     expect_shape("windows", windows, [None, constants.multipliers.shape[0]])
-    return reference.hash_ngrams(windows, constants)
+    return form(__name__, windows).hash_ngrams(windows, constants)
 
 
 def gather_rows(table: Weight, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Concatenated rows [T, columns * width] in ``dtype`` of a table [R, width] at ``rows`` [T, columns] (spec 8.4).
 
-    A packed table is E4M3 with one E8M0 byte per row and 32 columns; only the rows asked for are read.
+    A packed table is E4M3 with one E8M0 byte per row and 32 columns; only the rows asked for are read. Where ``rows``
+    are on a GPU the table must be what a ``HostTable`` gives: memory that kernels can read.
     """
-    return reference.gather_rows(table, rows, dtype)
+    return form(__name__, rows).gather_rows(table, rows, dtype)
 
 
 def inject(streams: Tensor, key_value: Tensor, q_weight: Tensor, k_weight: Tensor, dead: Tensor, eps: float) -> Tensor:
@@ -62,4 +68,4 @@ def inject(streams: Tensor, key_value: Tensor, q_weight: Tensor, k_weight: Tenso
     count, n, hidden = streams.shape
     expect_shape("key_value", key_value, [count, (n + 1) * hidden])
     expect_shape("q_weight", q_weight, [n, hidden])
-    return reference.inject(streams, key_value, q_weight, k_weight, dead, eps)
+    return form(__name__, streams).inject(streams, key_value, q_weight, k_weight, dead, eps)

@@ -10,6 +10,8 @@ Bytes: ``coefficients`` reads fn (FP32) and the streams; ``post`` reads n + 1 an
 ``stream_mean`` read n and write one. Weights that no kernel of a step writes: fn, scale, base.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -28,8 +30,8 @@ _LONG_RANGE = 2560
 
 
 @triton.jit(do_not_specialize=["rows", "length", "splits"])
-def _project(x, fn, partial, rows, channels, length, splits, block_t: tl.constexpr, block_k: tl.constexpr):
-    """partial [rows, 25, splits]: the 24 products of each row over one range of channels, and its sum of squares."""
+def _project(x, fn, parts, rows, channels, length, splits, block_t: tl.constexpr, block_k: tl.constexpr):
+    """parts [rows, 25, splits]: the 24 products of each row over one range of channels, and its sum of squares."""
     split = tl.program_id(0)
     row = tl.program_id(1) * block_t + tl.arange(0, block_t)
     column = tl.arange(0, 32)
@@ -56,20 +58,20 @@ def _project(x, fn, partial, rows, channels, length, splits, block_t: tl.constex
         products = tl.dot(values, low, products)
         products = tl.dot(values, middle, products)
         products = tl.dot(values, high, products)
-    place = partial + row.to(tl.int64) * 25 * splits + split
+    place = parts + row.to(tl.int64) * 25 * splits + split
     tl.store(place[:, None] + column[None, :] * splits, products, mask=(row < rows)[:, None] & (column < 24)[None, :])
     tl.store(place + 24 * splits, squares, mask=row < rows)
 
 
 @triton.jit
-def _total(partial, number, splits, block: tl.constexpr):
+def _total(parts, number, splits, block: tl.constexpr):
     split = tl.arange(0, block)
-    return tl.sum(tl.load(partial + number * splits + split, mask=split < splits, other=0.0))
+    return tl.sum(tl.load(parts + number * splits + split, mask=split < splits, other=0.0))
 
 
 @triton.jit
-def _logit(partial, number, splits, factor, base, block: tl.constexpr):
-    return _total(partial, number, splits, block) * factor + tl.load(base + number)
+def _logit(parts, number, splits, factor, base, block: tl.constexpr):
+    return _total(parts, number, splits, block) * factor + tl.load(base + number)
 
 
 @triton.jit
@@ -78,12 +80,12 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _softmax_row(partial, number, splits, factor, base, eps, block: tl.constexpr):
+def _softmax_row(parts, number, splits, factor, base, eps, block: tl.constexpr):
     """Softmax of four neighbouring logits, plus epsilon."""
-    a = _logit(partial, number, splits, factor, base, block)
-    b = _logit(partial, number + 1, splits, factor, base, block)
-    c = _logit(partial, number + 2, splits, factor, base, block)
-    d = _logit(partial, number + 3, splits, factor, base, block)
+    a = _logit(parts, number, splits, factor, base, block)
+    b = _logit(parts, number + 1, splits, factor, base, block)
+    c = _logit(parts, number + 2, splits, factor, base, block)
+    d = _logit(parts, number + 3, splits, factor, base, block)
     largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - largest), tl.exp(b - largest), tl.exp(c - largest), tl.exp(d - largest)
     inverse = 1.0 / ((a + b) + (c + d))
@@ -114,10 +116,10 @@ def _store_row(place, a, b, c, d):
 
 
 @triton.jit(do_not_specialize=["splits", "iterations"])
-def _mix(partial, scale, base, pre, post, comb, channels, splits, norm_eps, hc_eps, iterations, block: tl.constexpr):
+def _mix(parts, scale, base, pre, post, comb, channels, splits, norm_eps, hc_eps, iterations, block: tl.constexpr):
     """The coefficients of one row from the parts of its projections; a row of comb is a source (spec 5.2)."""
     row = tl.program_id(0).to(tl.int64)
-    own = partial + row * 25 * splits
+    own = parts + row * 25 * splits
     rho = tl.rsqrt(_total(own, 24, splits, block) / channels + norm_eps)
     for copy in tl.static_range(4):
         of_pre = _logit(own, copy, splits, rho * tl.load(scale), base, block)
@@ -191,20 +193,20 @@ def coefficients(
     if n != _COPIES:
         raise NotImplementedError(f"mHC coefficients of {n} copies on a GPU: kernels exist for {_COPIES}")
     rows, channels = streams.shape[0], fn.shape[1]
-    wide = {"dtype": torch.float32, "device": streams.device}
-    mixes = Mixes(torch.empty(rows, n, **wide), torch.empty(rows, n, **wide), torch.empty(rows, n, n, **wide))
+    empty = partial(torch.empty, dtype=torch.float32, device=streams.device)
+    mixes = Mixes(empty(rows, n), empty(rows, n), empty(rows, n, n))
     if rows == 0:
         return mixes
     few = rows <= _FEW_ROWS
     length, block_t = (_BLOCK_K, 16) if few else (_LONG_RANGE, 32)
     splits = triton.cdiv(channels, length)
-    partial = torch.empty(rows, fn.shape[0] + 1, splits, **wide)
+    parts = empty(rows, fn.shape[0] + 1, splits)
     _project[(splits, triton.cdiv(rows, block_t))](
-        streams.contiguous(), fn.contiguous(), partial, rows, channels, length, splits, block_t, _BLOCK_K, num_warps=4
+        streams.contiguous(), fn.contiguous(), parts, rows, channels, length, splits, block_t, _BLOCK_K, num_warps=4
     )
     block = triton.next_power_of_2(splits)
     _mix[(rows,)](
-        partial, scale, base, mixes.pre, mixes.post, mixes.comb, channels, splits, norm_eps, hc_eps, iterations, block,
+        parts, scale, base, mixes.pre, mixes.post, mixes.comb, channels, splits, norm_eps, hc_eps, iterations, block,
         num_warps=1,
     )  # fmt: skip
     return mixes
