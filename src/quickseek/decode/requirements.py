@@ -57,6 +57,8 @@ class Facts:
             torch.cuda.get_device_capability(index),
             all(peer == index or torch.cuda.can_device_access_peer(index, peer) for peer in peers),
             _has_kernels(),
+            # Loading puts tables into one or the other for a GPU, or raises (ops/engram/host_table.py).
+            engram_memory="pinned",
         )
 
 
