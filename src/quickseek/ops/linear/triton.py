@@ -1,13 +1,14 @@
-"""Linear kernels on weights as stored: packed codes become BF16 in registers, tensor cores multiply, sums are FP32.
+"""Linear kernels on weights as stored: codes become 16-bit floats in registers, tensor cores multiply, sums are FP32.
 
-``_few`` (up to 16 rows, one launch): a program has 16 or 32 outputs, each of its 4 warps a part of K; it reads its
-weights once, and the activations, which up to 8 rows it quantises itself. ``_many`` (more rows): tiles of outputs and
-rows; where they are too few for the GPU, K is split and ``_sum_parts`` adds the parts in order (a second launch); A8
-or ``_unpack_rows`` runs before it once (a launch more). ``_plain`` (one launch): products with an FP32 side, without
-tensor cores. Bytes: the weight as stored, and rows in and out.
+``_few`` (up to 16 rows, one launch): a program has 16 or 32 outputs, each of its warps a part of K; it reads its
+weights once, and the activations, which it quantises itself. ``_many`` (more rows): tiles of outputs and rows; where
+they are too few for the GPU, K is split and ``_sum_parts`` adds the parts in order (a second launch). A8 or
+``_unpack_rows`` runs before it once, as before ``_few`` on an FP4 weight (a launch more). ``_plain`` (one launch):
+products with an FP32 side, without tensor cores. Bytes: the weight as stored, and rows in and out.
 
-E8M0 scales multiply codes, or in ``_few`` activations, in FP32 before the rounding to BF16, which is exact for scales
-within 2^100 of one. Nothing is read before a predecessor's output.
+E8M0 scales multiply values before they are rounded to BF16, which is exact for scales within 2^100 of one; codes on
+both sides are multiplied in FP16, where they are exact, and scaled in FP32. Nothing is read before a predecessor's
+output.
 """
 
 from typing import TYPE_CHECKING
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 FEW_ROWS = 16
 """Rows up to which one launch without tiles of rows is used."""
-ROWS_QUANTIZED_INSIDE = 8
-"""Rows up to which every program quantises the activations for itself, which costs less than a launch."""
 SMS = 132
 """Programs that fill the GPU: an H200's multiprocessors."""
 MOST_SPLITS = 16
@@ -41,6 +40,25 @@ def _fp4_values(codes, scales, SHAPE: tl.constexpr, GROUPS: tl.constexpr):
     nibbles = tl.join(codes & 15, codes >> 4)
     values = tl.reshape(math.e2m1_value(nibbles), GROUPS) * tl.expand_dims(math.e8m0_value(scales), -1)
     return tl.reshape(values, SHAPE).to(tl.bfloat16)
+
+
+@triton.jit
+def _a8_codes(groups):
+    """E4M3 codes and biased exponents (int32) of FP32 groups [..., 32], as A8 has them where a group holds no NaN.
+
+    A NaN keeps its own code, which spoils its row whatever the group's exponent is.
+    """
+    amax = tl.maximum(tl.max(tl.abs(groups), -1), 1e-4)
+    exponent = tl.minimum(math.pow2ceil_exponent(amax * 0.002232142857142857), 254)  # 1 / 448
+    inverse = math.e8m0_value(tl.maximum(254 - exponent, 0))
+    return (groups * tl.expand_dims(inverse, -1)).to(tl.float8e4nv), exponent
+
+
+@triton.jit
+def _power(exponent):
+    """FP32 2^exponent, 0 below the normal numbers, infinity above the finite ones."""
+    bits = tl.minimum(tl.maximum(exponent + 127, 0), 255) << 23
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,14 +74,16 @@ def _few(
     weight_row = (group * outputs + outs).to(tl.int64)
     here, there = outs < outputs, row < rows
     GROUPS: tl.constexpr = PART // 32
-    x_base = x + group.to(tl.int64) * x_group
-    x_rows = row.to(tl.int64) * x_stride
+    x_rows = x + group.to(tl.int64) * x_group + row.to(tl.int64)[None, :, None] * x_stride
+    # A tile of outputs lies in one block row of an FP8 weight.
+    block_row = weight_scales + (group * outputs + first).to(tl.int64) // 32 * scales_stride
     sums = tl.zeros((PARTS, OUT, ROWS), tl.float32)
     for start in range(0, inner, PARTS * PART):
         begins = start + tl.arange(0, PARTS) * PART
         k = begins[:, None, None] + tl.arange(0, PART)[None, None, :]
         blocks = begins[:, None] // 32 + tl.arange(0, GROUPS)[None, :]
         block_here = blocks * 32 < inner
+        taken = tl.load(x_rows + k, mask=there[None, :, None] & (k < inner), other=0)
         if KIND == "fp4":
             pair = begins[:, None, None] // 2 + tl.arange(0, PART // 2)[None, None, :]
             place = weight + weight_row[None, :, None] * weight_stride + pair
@@ -71,29 +91,40 @@ def _few(
             place = weight_scales + weight_row[None, :, None] * scales_stride + blocks[:, None, :]
             scales = tl.load(place, mask=here[None, :, None] & block_here[:, None, :], other=0)
             values = _fp4_values(codes, scales, (PARTS, OUT, PART), (PARTS, OUT, GROUPS, 32))
+            sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
         else:
             place = weight + weight_row[None, :, None] * weight_stride + k
             codes = tl.load(place, mask=here[None, :, None] & (k < inner), other=0)
-            values = math.e4m3_value(codes).to(tl.bfloat16) if KIND == "fp8" else codes
-        place = x_base + x_rows[None, :, None] + k
-        taken = tl.load(place, mask=there[None, :, None] & (k < inner), other=0)
-        # Where a tile of outputs lies in one block row, the block's scale may as well multiply the few activations.
-        if KIND == "fp8" or INPUT != "plain":
-            if INPUT == "codes":
-                taken = math.e4m3_value(taken)
-                place = x_scales + row[None, :, None] * x_scales_stride + blocks[:, None, :]
-                scale = math.e8m0_value(tl.load(place, mask=there[None, :, None] & block_here[:, None, :], other=0))
+            if KIND == "bf16":
+                sums = tl.dot(codes, tl.permute(taken, (0, 2, 1)), sums)
             else:
-                scale = tl.full((PARTS, ROWS, GROUPS), 1.0, tl.float32)
-            groups = tl.reshape(taken.to(tl.float32), (PARTS, ROWS, GROUPS, 32))
-            if INPUT == "a8":
-                groups = math.fake_quantize_a8(groups)
-            if KIND == "fp8":
-                block_row = (group * outputs + first).to(tl.int64) // 32
-                place = weight_scales + block_row * scales_stride + blocks
-                scale *= math.e8m0_value(tl.load(place, mask=block_here, other=0))[:, None, :]
-            taken = tl.reshape(groups * scale[:, :, :, None], (PARTS, ROWS, PART)).to(tl.bfloat16)
-        sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
+                scales = tl.load(block_row + blocks, mask=block_here, other=0).to(tl.int32)[:, None, :]
+                if INPUT == "plain":
+                    groups = tl.reshape(taken.to(tl.float32), (PARTS, ROWS, GROUPS, 32))
+                    groups *= tl.expand_dims(math.e8m0_value(scales), -1)
+                    taken = tl.reshape(groups, (PARTS, ROWS, PART)).to(tl.bfloat16)
+                    values = math.e4m3_value(codes).to(tl.bfloat16)
+                    sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
+                else:
+                    if INPUT == "a8":
+                        groups = tl.reshape(taken.to(tl.float32), (PARTS, ROWS, GROUPS, 32))
+                        numbers, exponent = _a8_codes(groups)
+                    else:
+                        place = x_scales + row[None, :, None] * x_scales_stride + blocks[:, None, :]
+                        exponent = tl.load(place, mask=there[None, :, None] & block_here[:, None, :], other=0)
+                        exponent = exponent.to(tl.int32)
+                        numbers = tl.reshape(taken, (PARTS, ROWS, GROUPS, 32)).to(tl.float8e4nv, bitcast=True)
+                    # Codes are exact in FP16. A row's largest block scale multiplies the sum; what is left of the
+                    # others' is at most 1, and what FP16 then cannot hold is below 2^-33 of the largest term.
+                    nan = tl.max(((exponent == 255) | (scales == 255)).to(tl.int32), 2)
+                    exponent += scales
+                    largest = tl.max(exponent, 2)
+                    rest = _power(exponent - largest[:, :, None]).to(tl.float16)
+                    numbers = numbers.to(tl.float16) * tl.expand_dims(rest, -1)
+                    numbers = tl.permute(tl.reshape(numbers, (PARTS, ROWS, PART)), (0, 2, 1))
+                    values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+                    scale = tl.where(nan != 0, float("nan"), _power(largest - 254))
+                    sums += tl.dot(values, numbers) * scale[:, None, :]
     place = out + row[None, :].to(tl.int64) * (outputs * tl.num_programs(1)) + weight_row[:, None]
     total = tl.sum(sums, 0).to(out.dtype.element_ty)
     tl.store(place, total, mask=here[:, None] & there[None, :])
@@ -233,36 +264,39 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     out = torch.empty(rows, codes.shape[0], dtype=dtype, device=x.device)
     if not out.numel():
         return out
+    if given != "plain" and (kind == "fp4" or rows > FEW_ROWS):
+        x = quantize.fake_quantize_a8(x) if scales is None else _unpacked(x, scales)
+        given = "plain"
     # _few needs tiles of outputs that lie in one block row of scales.
     if rows > FEW_ROWS or (kind == "fp8" and groups > 1 and outputs % BLOCK):
-        return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
-    if given == "a8" and rows > ROWS_QUANTIZED_INSIDE:
-        x, given = quantize.fake_quantize_a8(x), "plain"
+        return _tiled(x, (kind, codes, weight_scales), out, outputs, groups)
     wide = triton.cdiv(outputs, 32) * groups >= 2 * SMS
+    parts = 8 if inner >= 4096 else 4
     part = 128 if kind != "bf16" and inner >= 2048 else 64
+    programs = triton.cdiv(outputs, 32 if wide else 16) * groups
+    # Few programs must each have more loads in flight; 16 rows take twice the room of 8.
+    stages = 6 if kind == "bf16" and programs <= SMS // 2 else 4 if rows <= 8 else 3
     _few[(triton.cdiv(outputs, 32 if wide else 16), groups)](
         x, x if scales is None else scales, codes, weight_scales, out,
         rows, outputs, inner, x.stride(0), x.stride(1) if groups > 1 else 0,
         0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0),
-        KIND=kind, INPUT=given, ROWS=8 if rows <= 8 else 16, OUT=32 if wide else 16, PARTS=4, PART=part,
-        num_warps=4, num_stages=4,
+        KIND=kind, INPUT=given, ROWS=8 if rows <= 8 else 16, OUT=32 if wide else 16, PARTS=parts, PART=part,
+        num_warps=parts, num_stages=stages,
     )  # fmt: skip
     return out
 
 
-def _tiled(
-    x: Tensor, scales: Tensor | None, stored: tuple[str, Tensor, Tensor], given: str, out: Tensor,
-    outputs: int, groups: int,
-) -> Tensor:  # fmt: skip
+def _unpacked(codes: Tensor, scales: Tensor) -> Tensor:
+    """BF16 values of codes [T, K] (bytes) with scales [T, K/32]."""
+    codes, out = codes.contiguous(), torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    grid = (triton.cdiv(codes.numel(), SUM_BLOCK),)
+    _unpack_rows[grid](codes, scales.contiguous(), out, codes.numel(), WIDTH=SUM_BLOCK, num_warps=4)
+    return out
+
+
+def _tiled(x: Tensor, stored: tuple[str, Tensor, Tensor], out: Tensor, outputs: int, groups: int) -> Tensor:
     kind, codes, weight_scales = stored
     rows, inner = x.shape[0], x.shape[-1]
-    if given == "a8":
-        x = quantize.fake_quantize_a8(x)
-    elif scales is not None:
-        packed, x = x.contiguous(), torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        _unpack_rows[(triton.cdiv(x.numel(), SUM_BLOCK),)](
-            packed, scales.contiguous(), x, x.numel(), WIDTH=SUM_BLOCK, num_warps=4
-        )
     tile_rows, tile, step, warps = (64, 64, 128, 4) if rows <= 64 else (128, 128, 64, 8)
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(outputs, tile) * groups
     splits = max(1, min(MOST_SPLITS, 2 * SMS // tiles, inner // 512))
