@@ -278,7 +278,7 @@ def _launch(
     tiles = ring_tiles + step_tiles + triton.cdiv(list_width, TILE)
     each = tiles_of_a_program(count * groups, tiles)
     parts = triton.cdiv(tiles, each)
-    out = torch.empty_like(queries)
+    out = torch.empty(count, heads, width, dtype=torch.bfloat16, device=queries.device)
     # Without a split nothing is written to the parts: any tensor will do.
     largest = total = mixed = sinks
     if parts > 1:
