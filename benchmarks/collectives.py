@@ -8,6 +8,7 @@ measurement, with its conditions.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
@@ -215,6 +216,9 @@ def measure(world: World, rows: list[int], sweep: bool, protocols: bool, geometr
             print(f"{name:28s} {count:4d}  {shown}", file=sys.stderr, flush=True)
 
     standard = fused(world, fabric)
+    # Each capture collects garbage, which takes long among a compiler's objects.
+    gc.collect()
+    gc.freeze()
     for count in rows:
         given = Inputs(count, world.rank)
         for name, call in forms(standard, given).items():

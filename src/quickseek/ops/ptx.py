@@ -135,9 +135,7 @@ def open_barrier(barrier: Any, count: int) -> None:
 
 def expect_bytes(barrier: Any, count: int) -> None:
     """The current phase of an mbarrier ends once ``count`` bytes have arrived; for one thread, once a phase."""
-    inline_ptx(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[barrier, Uint32(count)]
-    )
+    inline_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[barrier, Uint32(count)])
 
 
 def send_cluster(address: Any, barrier: Any, block: Any, value: Any) -> None:

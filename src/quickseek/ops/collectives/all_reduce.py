@@ -53,7 +53,7 @@ class FusedAllReduceMHC:
         self.bt_min_finalize_rows = min(absent, shape.two_shot_rows or self.thresholds.two_shot_finalize_rows or absent)
         if self.ranks == 1 or fabric.one_shot_only:
             self.bt_min_rows = self.bt_min_finalize_rows = absent
-        self.single_rows, self.looped_clusters = self._resident_clusters(False), self._resident_clusters(True)
+        self.single_rows = self._resident_clusters()
         self.fused_rows = shape.max_num_tokens if self.ranks == 1 else self.thresholds.fused_rows
         self._pending: tuple[int, bool] | None = None
         self._allocate()
@@ -64,11 +64,11 @@ class FusedAllReduceMHC:
 
     # ------------------------------------------------------------------------------------------ construction
 
-    def _resident_clusters(self, looped: bool) -> int:
+    def _resident_clusters(self) -> int:
         """Clusters that may wait for peers at once: all of them run, and room is left for what runs beside them."""
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         trips = -(-self.shape.hidden_size // 8 // (self.threads * self.cluster))
-        blocks = processors * (fitting_threads(self.ranks, trips, looped) - SPARE_THREADS) // self.threads
+        blocks = processors * (fitting_threads(self.ranks, trips) - SPARE_THREADS) // self.threads
         return max(1, blocks // self.cluster // self.fabric.ranks_on_device)
 
     def _allocate(self) -> None:
@@ -242,7 +242,7 @@ class FusedAllReduceMHC:
         kind = "residual" if pre is None else "plain" if mxfp8 is None else "quantize"
         looped = source == "fused" and self.ranks > 1 and rows > self.single_rows
         # As few rounds as the clusters allow, all of nearly the same number of rows.
-        clusters = -(-rows // -(-rows // self.looped_clusters)) if looped else rows
+        clusters = -(-rows // -(-rows // self.single_rows)) if looped else rows
         kernel = self._boundary_kernel(source, kind, 0 if routed is None else self.shape.top_k, looped)
         streams = torch.empty_like(boundary.residual)
         output = None if pre is None else streams.new_empty(rows, self.shape.hidden_size)

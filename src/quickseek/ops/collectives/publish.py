@@ -21,6 +21,7 @@ from quickseek.ops.collectives.push import (
     finalized,
     load_peers,
     load_routes,
+    load_rows,
     next_turn,
     push_everywhere,
     rank_sum,
@@ -66,7 +67,7 @@ class PublishKernel:
             column = Int64(fragment) * (FRAGMENT * 2)
             if cutlass.const_expr(self.top_k > 0):
                 routes = load_routes(given, token, self.top_k)
-                words = finalized(given, routes, token, column, self.hidden)
+                words = finalized(routes, load_rows(given, routes[0], token, column, self.hidden))
             else:
                 words = ptx.load_pack(given.x + Int64(token) * (self.hidden * 2) + column)
             words = sanitised(words)

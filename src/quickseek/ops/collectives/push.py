@@ -137,31 +137,33 @@ def load_routes(given: Contribution, token: Any, top_k: int) -> tuple[list[Any],
     return places, [ptx.load_word(given.weights + base + 4 * k).bitcast(Float32) for k in range(top_k)]
 
 
-def finalized(
-    given: Contribution, routes: tuple[list[Any], list[Any]], token: Any, column: Any, hidden: int
-) -> list[Any]:
-    """Packed BF16 words of sum_k weight_k * gemm2[index_k] + shared at byte ``column`` of a row (spec/decode.md B.5).
+def load_rows(given: Contribution, places: list[Any], token: Any, column: Any, hidden: int) -> list[Any]:
+    """A row's packs at byte ``column``: its experts' rows, then the shared expert's.
 
-    FP32, k ascending, shared last, rounded once. A negative index stands for an expert of another rank: its row is
-    not read and its weight counts as zero. Every row is requested before the first is used.
+    A negative index stands for an expert of another rank, whose row is not read.
     """
     row_bytes = hidden * 2
-    shared_address = given.x + Int64(token) * row_bytes + column
-    held = [place >= Int32(0) for place in routes[0]]
-    rows = [
-        ptx.load_pack(ptx.choose(here, given.gemm2 + Int64(place) * row_bytes + column, shared_address))
-        for here, place in zip(held, routes[0], strict=True)
-    ]
-    last = ptx.load_pack(shared_address)
+    shared = given.x + Int64(token) * row_bytes + column
+    rows = [given.gemm2 + Int64(place) * row_bytes + column for place in places]
+    chosen = [ptx.choose(place >= Int32(0), row, shared) for place, row in zip(places, rows, strict=True)]
+    return [ptx.load_pack(address) for address in (*chosen, shared)]
+
+
+def finalized(routes: tuple[list[Any], list[Any]], rows: list[Any]) -> list[Any]:
+    """Packed BF16 words of sum_k weight_k * gemm2[index_k] + shared, of ``load_rows``' packs (spec/decode.md B.5).
+
+    FP32, k ascending, shared last, rounded once; the weight of an expert of another rank counts as zero.
+    """
     sums = [Float32(0.0)] * FRAGMENT
-    for here, scale, row in zip(held, routes[1], rows, strict=True):
-        weight = ptx.choose(here, scale, Float32(0.0))
+    for place, scale, row in zip(*routes, rows[:-1], strict=True):
+        held = place >= Int32(0)
+        weight = ptx.choose(held, scale, Float32(0.0))
         for index, word in enumerate(row):
-            low, high = ptx.unpack_bf16(ptx.choose(here, word, Uint32(0)))
+            low, high = ptx.unpack_bf16(ptx.choose(held, word, Uint32(0)))
             # Products are rounded like anyone else's, so that contributions can be compared in bits.
             sums[2 * index] = sums[2 * index] + ptx.multiply(low, weight)
             sums[2 * index + 1] = sums[2 * index + 1] + ptx.multiply(high, weight)
-    for index, word in enumerate(last):
+    for index, word in enumerate(rows[-1]):
         low, high = ptx.unpack_bf16(word)
         sums[2 * index], sums[2 * index + 1] = sums[2 * index] + low, sums[2 * index + 1] + high
     return [ptx.pack_bf16(sums[2 * index], sums[2 * index + 1]) for index in range(4)]
