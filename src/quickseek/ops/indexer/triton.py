@@ -33,10 +33,12 @@ SCRATCH_BYTES = 256 << 20
 """Scores and survivors of as many rows as fit in this are in memory at a time."""
 CHUNK = 4096
 """Scores of a leaf of the selection tree; at least four times the members that a node keeps."""
+KEYS = 64
+"""Keys that a program scores at a time."""
 PROGRAMS = 1056
 """Programs that a launch aims at, beyond which each takes several tiles: eight for each SM of an H200."""
-DECODE_ROWS = 48
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 EVERY, BLOCKS, CANDIDATES = 0, 1, 2
 """What the leaves of a tree choose among: visible groups, blocks of them, or groups of candidate blocks."""
 
@@ -47,38 +49,92 @@ EVERY, BLOCKS, CANDIDATES = 0, 1, 2
 @triton.jit
 def visible_groups(positions, row, ratio, groups):
     """How many groups a row sees, int32; at most ``groups``, which the host knows."""
-    return tl.minimum((tl.load(positions + row) + 1) // ratio, groups).to(tl.int32)
+    return tl.minimum((tl.load(positions + row).to(tl.int32) + 1) // ratio, groups)
 
 
 @triton.jit
-def key_tile(storage, table, group, inside, block_rows, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+def unpacked(codes, scales):
+    """BF16 of the even and of the odd elements of E2M1 pairs (bytes [n, g, 16]) times E8M0 bytes [n, g]: exact."""
+    if INTERPRETED:
+        scale = tl.expand_dims(math.e8m0_value(scales), -1)
+        even = math.e2m1_value(codes & 15) * scale
+        odd = math.e2m1_value(codes.to(tl.int32) >> 4) * scale
+        return even.to(tl.bfloat16), odd.to(tl.bfloat16)
+    bits = scales.to(tl.int16) << 7
+    bits = tl.where(scales == 0, 0x0040, tl.where(scales == 255, 0x7FC0, bits)).to(tl.int16)
+    scale = tl.broadcast_to(tl.expand_dims(bits.to(tl.bfloat16, bitcast=True), -1), codes.shape)
+    # Of four bytes, two at a time lie in the halves of a word. A product copies a code to where the lowest exponent
+    # bits, the highest mantissa bit and the sign of BF16 are: 2^-126 of its value.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, unit;
+        mov.b32 unit, 0x7E807E80;
+        prmt.b32 low, $4, 0, 0x4140;
+        prmt.b32 high, $4, 0, 0x4342;
+        and.b32 $0, low, 0x000F000F;
+        mul.lo.u32 $0, $0, 0x1040;
+        and.b32 $0, $0, 0x81C081C0;
+        mul.rn.bf16x2 $0, $0, unit;
+        mul.rn.bf16x2 $0, $0, $5;
+        and.b32 $1, high, 0x000F000F;
+        mul.lo.u32 $1, $1, 0x1040;
+        and.b32 $1, $1, 0x81C081C0;
+        mul.rn.bf16x2 $1, $1, unit;
+        mul.rn.bf16x2 $1, $1, $6;
+        and.b32 $2, low, 0x00F000F0;
+        mul.lo.u32 $2, $2, 0x104;
+        and.b32 $2, $2, 0x81C081C0;
+        mul.rn.bf16x2 $2, $2, unit;
+        mul.rn.bf16x2 $2, $2, $5;
+        and.b32 $3, high, 0x00F000F0;
+        mul.lo.u32 $3, $3, 0x104;
+        and.b32 $3, $3, 0x81C081C0;
+        mul.rn.bf16x2 $3, $3, unit;
+        mul.rn.bf16x2 $3, $3, $6;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [codes, scale],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def key_tile(storage, table, group, inside, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
     """BF16 keys [n, WIDTH] of groups [n] behind one request's row of the block table; 0 where not ``inside``."""
-    blocks = tl.load(table + group // block_rows, mask=inside, other=0)
-    places = (blocks * block_rows + group % block_rows)[:, None]
+    blocks = tl.load(table + group // BLOCK_ROWS, mask=inside, other=0)
+    places = blocks * BLOCK_ROWS + group % BLOCK_ROWS
     if PACKED:
-        records = storage + places * (WIDTH // 2 + WIDTH // 32)
-        pairs = tl.load(records + tl.arange(0, WIDTH // 2)[None, :], mask=inside[:, None], other=0)
-        scales = tl.load(records + WIDTH // 2 + tl.arange(0, WIDTH // 32)[None, :], mask=inside[:, None], other=0)
-        pairs = pairs.to(tl.int32)
-        values = tl.join(math.e2m1_value(pairs & 15), math.e2m1_value(pairs >> 4))
-        values = tl.reshape(values, (group.shape[0], WIDTH // 32, 32)) * math.e8m0_value(scales)[:, :, None]
-        keys = tl.reshape(values, (group.shape[0], WIDTH)).to(tl.bfloat16)
+        PARTS: tl.constexpr = WIDTH // 32
+        records = (storage + places * (16 * PARTS + PARTS))[:, None]
+        part = tl.arange(0, PARTS)[None, :]
+        scales = tl.load(records + 16 * PARTS + part, mask=inside[:, None], other=0)
+        pairs = (records + 16 * part)[:, :, None] + tl.arange(0, 16)[None, None, :]
+        even, odd = unpacked(tl.load(pairs, mask=inside[:, None, None], other=0), scales)
+        keys = tl.reshape(tl.join(even, odd), (group.shape[0], WIDTH))
     else:
-        keys = tl.load(storage + places * WIDTH + tl.arange(0, WIDTH)[None, :], mask=inside[:, None], other=0.0)
+        keys = tl.load(
+            storage + places[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=inside[:, None], other=0.0
+        )
     return keys
 
 
 @triton.jit
-def score_tile(keys, queries, weights, row, HEADS: tl.constexpr, PADDED: tl.constexpr):
-    """FP32 scores [n] of BF16 keys [n, WIDTH] for one row."""
-    head, channel = tl.arange(0, PADDED), tl.arange(0, keys.shape[1])
-    real = head < HEADS
-    start = tl.cast(row, tl.int64) * HEADS + head
-    query = tl.load(queries + start[:, None] * keys.shape[1] + channel[None, :], mask=real[:, None], other=0.0)
-    weight = tl.load(weights + start, mask=real, other=0.0).to(tl.float32)
+def score_tile(keys, queries, weights, row, last, HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """FP32 scores [n, ROWS] of BF16 keys [n, WIDTH] for the rows from ``row`` on that are below ``last``."""
+    column, channel = tl.arange(0, ROWS * PADDED), tl.arange(0, keys.shape[1])
+    offset = column // PADDED * HEADS + column % PADDED
+    real = (column % PADDED < HEADS) & (row + column // PADDED < last)
+    start = tl.cast(row, tl.int64) * HEADS
+    weight = tl.load(weights + start + offset, mask=real, other=0.0)
+    places = queries + start * keys.shape[1] + offset[:, None] * keys.shape[1] + channel[None, :]
+    query = tl.load(places, mask=real[:, None], other=0.0)
     products = tl.maximum(tl.dot(keys, tl.trans(query)), 0.0, propagate_nan=tl.PropagateNan.ALL)
     terms = tl.where(real[None, :], products * weight[None, :], 0.0)
-    return tl.sum(terms, 1)
+    return tl.sum(tl.reshape(terms, (keys.shape[0], ROWS, PADDED)), 2)
 
 
 @triton.jit
@@ -92,12 +148,13 @@ def clear(counters, count):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "row_begin", "row_end", "groups", "table_stride", "block_rows", "stride", "counters"]
+    do_not_specialize=[*("rows", "row_begin", "row_end", "groups", "table_stride", "stride", "counters", "ratio")]
 )
 def score_groups(
     queries, weights, storage, table, positions, first_rows, scores, arrivals,
-    rows, row_begin, row_end, groups, table_stride, block_rows, stride, counters, ratio,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
+    rows, row_begin, row_end, groups, table_stride, stride, counters, ratio,
+    HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """``scores`` [row_end - row_begin, stride] at every visible group; grid (tiles, requests, shares of the rows)."""
     clear(arrivals, counters)
@@ -109,18 +166,20 @@ def score_groups(
     last = tl.minimum(last, row_end)
     if first < last:
         start = tl.load(positions + first).to(tl.int32)
-        tiles = tl.cdiv(visible_groups(positions, last - 1, ratio, groups), KEYS)
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        newest = visible_groups(positions, last - 1, ratio, groups)
+        table += request.to(tl.int64) * table_stride
+        for tile in range(tl.program_id(0), tl.cdiv(newest, KEYS), tl.num_programs(0)):
             group = tile * KEYS + tl.arange(0, KEYS)
-            newest = visible_groups(positions, last - 1, ratio, groups)
-            keys = key_tile(storage, table + request.to(tl.int64) * table_stride, group, group < newest, block_rows,
-                            WIDTH, PACKED)  # fmt: skip
+            keys = key_tile(storage, table, group, group < newest, BLOCK_ROWS, WIDTH, PACKED)
             # Rows before this one see nothing of the tile.
             seeing = first + tl.maximum((tile * KEYS + 1) * ratio - 1 - start, 0)
-            for row in range(seeing + tl.program_id(2), last, tl.num_programs(2)):
-                score = score_tile(keys, queries, weights, row, HEADS, PADDED)
-                inside = group < visible_groups(positions, row, ratio, groups)
-                tl.store(scores + tl.cast(row - row_begin, tl.int64) * stride + group, score, mask=inside)
+            for row in range(seeing + tl.program_id(2) * ROWS, last, tl.num_programs(2) * ROWS):
+                score = score_tile(keys, queries, weights, row, last, HEADS, PADDED, ROWS)
+                these = row + tl.arange(0, ROWS)
+                position = tl.load(positions + these, mask=these < last, other=-1).to(tl.int32)
+                inside = group[:, None] < tl.minimum((position + 1) // ratio, groups)[None, :]
+                places = (these - row_begin).to(tl.int64)[None, :] * stride + group[:, None]
+                tl.store(scores + places, score, mask=inside)
 
 
 @triton.jit
@@ -130,12 +189,12 @@ def candidate_groups(candidates, slot, slots, block_size):
     return tl.where(block >= 0, block * block_size + slot % block_size, -1)
 
 
-@triton.jit(do_not_specialize=["row_begin", "groups", "slots", "table_stride", "block_rows", "counters"])
+@triton.jit(do_not_specialize=["row_begin", "groups", "slots", "table_stride", "counters", "ratio"])
 def score_candidates(
     queries, weights, storage, table, positions, requests, candidates, scores, arrivals,
-    row_begin, groups, slots, table_stride, block_rows, counters, ratio,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    row_begin, groups, slots, table_stride, counters, ratio,
+    HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """``scores`` [rows, slots] at every slot of the rows' candidate blocks, -inf where none; grid (tiles, rows)."""
     clear(arrivals, counters)
@@ -148,8 +207,8 @@ def score_candidates(
         slot = tile * KEYS + tl.arange(0, KEYS)
         group = candidate_groups(candidates, slot, slots, BLOCK_SIZE)
         inside = (group >= 0) & (group < visible)
-        keys = key_tile(storage, table, group, inside, block_rows, WIDTH, PACKED)
-        score = score_tile(keys, queries, weights, row, HEADS, PADDED)
+        keys = key_tile(storage, table, group, inside, BLOCK_ROWS, WIDTH, PACKED)
+        score = tl.reshape(score_tile(keys, queries, weights, row, row + 1, HEADS, PADDED, 1), (KEYS,))
         tl.store(scores + slot, tl.where(inside, score, float("-inf")), mask=slot < slots)
 
 
@@ -212,7 +271,7 @@ def leaf(scores, candidates, item, items, visible, block_size, MODE: tl.constexp
     return tl.where(inside, order_bits(value), 0).to(tl.uint32), number
 
 
-@triton.jit(do_not_specialize=["row_begin", "groups", "slots", "stride", "nodes_of_row", "k"])
+@triton.jit(do_not_specialize=["row_begin", "groups", "slots", "stride", "nodes_of_row", "k", "ratio"])
 def choose(
     scores, candidates, positions, arrivals, kept_keys, kept_groups, out,
     row_begin, groups, slots, stride, nodes_of_row, k, ratio, block_size,
@@ -238,7 +297,8 @@ def choose(
     out += row.to(tl.int64) * k
     before_row = index.to(tl.int64) * nodes_of_row
     slot = tl.arange(0, KEPT)
-    inner = tl.arange(0, CHUNK)
+    # One item a lane at a time: scattered stores want that, and changing between layouts costs more than it gains.
+    inner = tl.max_contiguous(tl.arange(0, CHUNK), 1)
     for first_node in range(tl.program_id(0), leaves, tl.num_programs(0)):
         key, group = leaf(scores, candidates, first_node * CHUNK + inner, items, visible, block_size, MODE)
         node, width, level = first_node, leaves, leaves * 0
@@ -275,7 +335,7 @@ def choose(
                     node = parent
 
 
-@triton.jit(do_not_specialize=["groups", "count", "slots"])
+@triton.jit(do_not_specialize=["groups", "count", "slots", "ratio", "unit"])
 def every_visible(positions, candidates, out, groups, count, slots, ratio, unit,
                   RESTRICTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """``out`` [T, count]: every unit of ``unit`` groups that holds a visible one, or the visible groups of candidates.
@@ -416,24 +476,25 @@ def _score(
 ) -> None:
     count, heads, width = queries.shape
     stride = scores.shape[1]
-    tile = 64 if count <= DECODE_ROWS else 128
-    tiles = -(-stride // tile)
-    shape = {"HEADS": heads, "PADDED": max(triton.next_power_of_2(heads), 16), "WIDTH": width, "PACKED": _packed(keys)}
+    tiles = -(-stride // KEYS)
+    padded = max(triton.next_power_of_2(heads), 16)
+    shape = {"HEADS": heads, "PADDED": padded, "WIDTH": width, "PACKED": _packed(keys), "BLOCK_ROWS": keys.block_rows}
     if candidates is not None:
         grid = (min(tiles, -(-PROGRAMS // len(chunk))), len(chunk))
         score_candidates[grid](
             queries, weights, keys.storage, keys.table, rows.positions, rows.requests, candidates, scores, arrivals,
-            chunk.start, groups, stride, keys.table.stride(0), keys.block_rows, arrivals.numel(), ratio,
-            **shape, KEYS=tile, BLOCK_SIZE=block_size,
+            chunk.start, groups, stride, keys.table.stride(0), arrivals.numel(), ratio,
+            **shape, KEYS=KEYS, BLOCK_SIZE=block_size,
         )  # fmt: skip
         return
     requests = rows.first_rows.shape[0]
     programs = min(tiles, -(-PROGRAMS // requests))
-    shares = min(rows.max_rows, max(PROGRAMS // (2 * programs * requests), 1))
+    together = min(rows.max_rows, 2)
+    shares = min(-(-rows.max_rows // together), max(PROGRAMS // (2 * programs * requests), 1))
     score_groups[(programs, requests, shares)](
         queries, weights, keys.storage, keys.table, rows.positions, rows.first_rows, scores, arrivals,
-        count, chunk.start, chunk.stop, groups, keys.table.stride(0), keys.block_rows, stride, arrivals.numel(), ratio,
-        **shape, KEYS=tile,
+        count, chunk.start, chunk.stop, groups, keys.table.stride(0), stride, arrivals.numel(), ratio,
+        **shape, KEYS=KEYS, ROWS=together,
     )  # fmt: skip
 
 
