@@ -33,8 +33,7 @@ def e4m3_byte(value):
 def e2m1_value(code):
     """FP32 values of E2M1 codes 0..15 in any integer dtype."""
     bits = code.to(tl.int32)
-    magnitude = ((bits & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    return tl.where((bits & 8) != 0, -magnitude, magnitude)
+    return (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
