@@ -1,10 +1,11 @@
 """Linear kernels on weights as stored: codes become 16-bit floats in registers, tensor cores multiply, sums are FP32.
 
 ``_few`` (up to 16 rows, one launch): a program has 16 or 32 outputs, each of its warps a part of K; it reads its
-weights once, and the activations, which it quantises itself. ``_many`` (more rows): tiles of outputs and rows; where
-they are too few for the GPU, K is split and ``_sum_parts`` adds the parts in order (a second launch). A8 or
-``_unpack_rows`` runs before it once, as before ``_few`` on an FP4 weight (a launch more). ``_plain`` (one launch):
-products with an FP32 side, without tensor cores. Bytes: the weight as stored, and rows in and out.
+weights once, and the activations, which it quantises itself. ``_many`` (more rows, or quantised rows on FP4): tiles of
+outputs and rows; where they are too few for the GPU, K is split and the last program of a tile adds the parts in
+order. ``_prepare_rows`` runs before it (a second launch) where rows are to be quantised or parts to be counted.
+``_plain`` (one launch): products with an FP32 side, without tensor cores. Bytes: the weight as stored, and rows in and
+out.
 
 E8M0 scales multiply values before they are rounded to BF16, which is exact for scales within 2^100 of one; codes on
 both sides are multiplied in FP16, where they are exact, and scaled in FP32. Nothing is read before a predecessor's
@@ -19,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from quickseek.formats import BLOCK
-from quickseek.ops import quantize
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype
 
@@ -31,7 +31,8 @@ FEW_ROWS = 16
 SMS = 132
 """Programs that fill the GPU: an H200's multiprocessors."""
 MOST_SPLITS = 16
-SUM_BLOCK = 1024
+PREPARED = 1024
+"""Values of a program of ``_prepare_rows``."""
 
 
 @triton.jit
@@ -132,11 +133,15 @@ def _few(
 
 @triton.jit(do_not_specialize=["rows", "steps", "splits"])
 def _many(
-    x, weight, weight_scales, out,
+    x, weight, weight_scales, out, parts, arrived,
     rows, outputs, inner, steps, splits, x_stride, x_group, weight_stride, scales_stride, block_rows,
-    KIND: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
+    KIND: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Sums over ``steps`` steps of K: out[split, t, g, o] for a tile of rows t and outputs o. x is BF16."""
+    """out[t, g, o] for a tile of rows t and outputs o; a program sums ``steps`` steps of K. x is BF16.
+
+    With SPLIT it leaves its sums in parts[split, t, g, o] and adds 1 to the tile's number ``arrived``: the last of the
+    ``splits`` programs to come adds all parts, in order.
+    """
     group, split = tl.program_id(2) // splits, tl.program_id(2) % splits
     outs, row = tl.program_id(1) * OUT + tl.arange(0, OUT), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     weight_row = (group * outputs + outs).to(tl.int64)
@@ -170,28 +175,40 @@ def _many(
         taken = tl.load(x_rows[:, None] + k[None, :], mask=there[:, None] & (k < inner)[None, :], other=0.0)
         sums = tl.dot(values, tl.trans(taken), sums)
     width = outputs * (tl.num_programs(2) // splits)
-    place = out + (split * rows + row[None, :]).to(tl.int64) * width + weight_row[:, None]
-    tl.store(place, sums.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
+    mask = here[:, None] & there[None, :]
+    place = row[None, :].to(tl.int64) * width + weight_row[:, None]
+    if SPLIT:
+        size = rows.to(tl.int64) * width
+        tl.store(parts + split * size + place, sums, mask=mask)
+        # Every thread's part must be out before the program's arrival is.
+        tl.debug_barrier()
+        tile = (group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
+        if before == splits - 1:
+            sums = tl.zeros((OUT, ROWS), tl.float32)
+            for one in range(splits):
+                sums += tl.load(parts + one * size + place, mask=mask, other=0.0)
+            tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["size", "splits"])
-def _sum_parts(parts, out, size, splits, WIDTH: tl.constexpr):
-    """out[i] = parts[0, i] + parts[1, i] + ..., in this order."""
-    place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.load(parts + place, mask=place < size, other=0.0)
-    for split in range(1, splits):
-        total += tl.load(parts + split * size.to(tl.int64) + place, mask=place < size, other=0.0)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
-
-
-@triton.jit(do_not_specialize=["size"])
-def _unpack_rows(codes, scales, out, size, WIDTH: tl.constexpr):
-    """BF16 values of E4M3 codes and their E8M0 bytes."""
-    group = tl.program_id(0).to(tl.int64) * (WIDTH // 32) + tl.arange(0, WIDTH // 32)
-    place = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    scale = math.e8m0_value(tl.load(scales + group, mask=group * 32 < size, other=0))
-    values = math.e4m3_value(tl.load(codes + place, mask=place < size, other=0)) * scale[:, None]
-    tl.store(out + place, values.to(tl.bfloat16), mask=place < size)
+@triton.jit(do_not_specialize=["size", "tiles"])
+def _prepare_rows(x, scales, out, arrived, size, tiles, INPUT: tl.constexpr, WIDTH: tl.constexpr):
+    """BF16 values of rows after A8 ("a8"), of codes and E8M0 bytes ("codes"), or none; and zeros in ``arrived``."""
+    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    tl.store(arrived + index, tl.zeros((WIDTH,), tl.int32), mask=index < tiles)
+    if INPUT != "plain":
+        group = tl.program_id(0).to(tl.int64) * (WIDTH // 32) + tl.arange(0, WIDTH // 32)
+        place = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+        mask = (group * 32 < size)[:, None]
+        taken = tl.load(x + place, mask=mask, other=0)
+        if INPUT == "a8":
+            values = math.fake_quantize_a8(taken.to(tl.float32))
+        else:
+            scale = math.e8m0_value(tl.load(scales + group, mask=group * 32 < size, other=0))
+            values = math.e4m3_value(taken) * scale[:, None]
+        tl.store(out + place, values.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -264,14 +281,12 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     out = torch.empty(rows, codes.shape[0], dtype=dtype, device=x.device)
     if not out.numel():
         return out
-    if given != "plain" and (kind == "fp4" or rows > FEW_ROWS):
-        x = quantize.fake_quantize_a8(x) if scales is None else _unpacked(x, scales)
-        given = "plain"
+    tiled = rows > FEW_ROWS or (kind == "fp4" and given != "plain")
     # _few needs tiles of outputs that lie in one block row of scales.
-    if rows > FEW_ROWS or (kind == "fp8" and groups > 1 and outputs % BLOCK):
-        return _tiled(x, (kind, codes, weight_scales), out, outputs, groups)
-    wide = triton.cdiv(outputs, 32) * groups >= 2 * SMS
-    parts = 8 if inner >= 4096 else 4
+    if tiled or (kind == "fp8" and groups > 1 and outputs % BLOCK):
+        return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
+    wide = triton.cdiv(outputs, 32) * groups >= 3 * SMS // 2
+    parts = 8 if inner >= 4096 and not wide else 4
     part = 128 if kind != "bf16" and inner >= 2048 else 64
     programs = triton.cdiv(outputs, 32 if wide else 16) * groups
     # Few programs must each have more loads in flight; 16 rows take twice the room of 8.
@@ -286,33 +301,38 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     return out
 
 
-def _unpacked(codes: Tensor, scales: Tensor) -> Tensor:
-    """BF16 values of codes [T, K] (bytes) with scales [T, K/32]."""
-    codes, out = codes.contiguous(), torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    grid = (triton.cdiv(codes.numel(), SUM_BLOCK),)
-    _unpack_rows[grid](codes, scales.contiguous(), out, codes.numel(), WIDTH=SUM_BLOCK, num_warps=4)
-    return out
-
-
-def _tiled(x: Tensor, stored: tuple[str, Tensor, Tensor], out: Tensor, outputs: int, groups: int) -> Tensor:
+def _tiled(
+    x: Tensor, scales: Tensor | None, stored: tuple[str, Tensor, Tensor], given: str, out: Tensor,
+    outputs: int, groups: int,
+) -> Tensor:  # fmt: skip
     kind, codes, weight_scales = stored
     rows, inner = x.shape[0], x.shape[-1]
-    tile_rows, tile, step, warps = (64, 64, 128, 4) if rows <= 64 else (128, 128, 64, 8)
-    tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(outputs, tile) * groups
-    splits = max(1, min(MOST_SPLITS, 2 * SMS // tiles, inner // 512))
+    # Two programs of 4 warps fit on a multiprocessor, or one of 8.
+    tile_rows, tile, step, warps, room = (64, 64, 128, 4, 2 * SMS) if rows <= 64 else (128, 128, 64, 8, SMS)
+    grid = (triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile))
+    tiles = grid[0] * grid[1] * groups
+    splits = max(1, min(MOST_SPLITS, room // tiles, inner // 512))
     steps = triton.cdiv(triton.cdiv(inner, step), splits)
     splits = triton.cdiv(triton.cdiv(inner, step), steps)
-    parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
-    _many[(triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile), groups * splits)](
-        x, codes, weight_scales, parts,
+    parts = arrived = out
+    if splits > 1:
+        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
+        arrived = torch.empty(tiles, dtype=torch.int32, device=out.device)
+    if given != "plain" or splits > 1:
+        given_x, waiting = x, tiles if splits > 1 else 0
+        if given != "plain":
+            given_x, scales = x.contiguous(), None if scales is None else scales.contiguous()
+            x = torch.empty(x.shape, dtype=torch.bfloat16, device=out.device)
+        _prepare_rows[(triton.cdiv(max(waiting, x.numel() if given != "plain" else 0), PREPARED),)](
+            given_x, given_x if scales is None else scales, x, arrived, x.numel(), waiting,
+            INPUT=given, WIDTH=PREPARED, num_warps=4,
+        )  # fmt: skip
+    _many[(*grid, groups * splits)](
+        x, codes, weight_scales, out, parts, arrived,
         rows, outputs, inner, steps, splits, x.stride(0), x.stride(1) if groups > 1 else 0,
         codes.stride(0), weight_scales.stride(0), BLOCK if kind == "fp8" else 1,
-        KIND=kind, ROWS=tile_rows, OUT=tile, STEP=step, num_warps=warps, num_stages=3,
+        KIND=kind, SPLIT=splits > 1, ROWS=tile_rows, OUT=tile, STEP=step, num_warps=warps, num_stages=3,
     )  # fmt: skip
-    if splits > 1:
-        _sum_parts[(triton.cdiv(out.numel(), SUM_BLOCK),)](
-            parts, out, out.numel(), splits, WIDTH=SUM_BLOCK, num_warps=4
-        )
     return out
 
 
