@@ -225,7 +225,7 @@ def layer_row(directory: Path, config: ModelConfig, kind: str) -> Iterator[objec
     assert isinstance(layer, Layer)
     load(layer, directory, config, numerics)
     yield layer
-    shared = ends._share(context, dead)
+    shared = ends.share(context, dead)
     if config.ratio(number):
         groups = (LENGTH + 1) // config.ratio(number)
         order = torch.randperm(groups, generator=torch.Generator().manual_seed(3))

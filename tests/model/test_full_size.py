@@ -22,7 +22,7 @@ TOTAL, ENGRAM_TABLES, VISION = 763_205_315_794, 196_613_849_600, 485_268_480
 GROUPS = {
     r"layers\.\d+\.ffn\.experts\.": 543_581_798_400,
     r"layers\.\d+\.engram\.": 314_654_720,
-    r"layers\.\d+\.attn\.compressor\.(wkv|wgate|norm)": 18_352_128,
+    r"layers\.\d+\.attn\.compressor\.(wkv|norm)": 18_352_128,
     r"layers\.\d+\.attn\.(indexer\.|compressor\.(wk|k_norm)\.)": 43_516_416,
     r"layers\.\d+\.ffn\.shared_": 1_415_577_600,
     r"layers\.\d+\.ffn\.gate\.": 78_673_920,
@@ -67,9 +67,9 @@ def test_every_group_of_the_released_model_has_its_published_size(model: CausalL
 
 def test_one_layer_more_or_a_missing_gate_would_be_noticed(model: CausalLM) -> None:
     counts = weights(model)
-    assert counts["layers.2.attn.compressor.wgate.weight"] == 512 * 5120
-    assert "layers.20.attn.compressor.wgate.weight" not in counts
-    assert sum(counts.values()) - counts["layers.2.attn.compressor.wgate.weight"] != TOTAL - ENGRAM_TABLES - VISION
+    assert counts["layers.2.attn.compressor.wkv.weight"] == 2 * 512 * 5120, "values and gate"
+    assert counts["layers.20.attn.compressor.wkv.weight"] == 512 * 5120
+    assert sum(counts.values()) - 512 * 5120 != TOTAL - ENGRAM_TABLES - VISION
 
 
 def test_packed_caches_of_the_released_model_take_890_bytes_a_token() -> None:

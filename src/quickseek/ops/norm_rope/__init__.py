@@ -28,17 +28,14 @@ def rotary_frequencies(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
 ) -> Tensor:
     """Angle per position [width/2] in ``dtype``; ``factor`` not 1 applies YaRN without magnitude scaling (spec 6.2).
 
-    On ``device``, computed once and shared: not to be written to.
+    On the CPU, computed once and shared: not to be written to.
     """
     # Every forward asks for the same few, in inference or in training.
     with torch.inference_mode(False):
-        return reference.rotary_frequencies(width, theta, factor, original_length, beta_fast, beta_slow).to(
-            device, dtype
-        )
+        return reference.rotary_frequencies(width, theta, factor, original_length, beta_fast, beta_slow).to(dtype)
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:

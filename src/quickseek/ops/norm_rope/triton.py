@@ -172,7 +172,7 @@ def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:
 
 def apply_rope(x: Tensor, turn: Rotation, inverse: bool) -> Tensor:
     x = x.contiguous()
-    return _run_rope(x, torch.empty_like(x), turn, inverse)
+    return _run_rope(x, torch.empty(x.shape, dtype=x.dtype, device=x.device), turn, inverse)
 
 
 def apply_rope_over(x: Tensor, turn: Rotation, inverse: bool) -> Tensor:

@@ -66,7 +66,7 @@ def _swizzle(scales, out, rows, columns, size):
 def _run_fake(x: Tensor, kind: str, group: int) -> Tensor:
     expect_dtype("x", x, torch.bfloat16, torch.float32)
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         _fake[(triton.cdiv(x.numel(), VALUES.value),)](x, out, x.numel(), KIND=kind, GROUP=group, num_warps=4)
     return out
