@@ -32,6 +32,8 @@ from quickseek.ops.moe.reference import WEIGHT_FLOOR, Routing, UnfinalizedMoE
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FEW_SLOTS = 512
 """Up to so many (row, expert) pairs each pair has a tile of its own; above, experts have them."""
+TILE_ROWS = ((2, 8), (10, 16))
+"""Rows of a tile by the mean rows of an expert: 8 up to 2, 16 up to 10, beyond 64."""
 
 
 # ---------------------------------------------------------------------------------------------- router
@@ -67,10 +69,10 @@ def router_parts(x, weight, parts, rows, experts, hidden, chunks, LINES: tl.cons
     tl.store(place, total, mask=(line < experts)[:, None] & (row < rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "experts", "splits", "scale", "temperature", "weight_floor"])
+@triton.jit(do_not_specialize=["rows", "experts", "scale", "temperature", "weight_floor"])
 def choose(
-    parts, bias, image_bias, image_rows, chosen, weights, rows, experts, splits, scale, temperature, weight_floor,
-    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    parts, bias, image_bias, image_rows, chosen, weights, rows, experts, scale, temperature, weight_floor,
+    SPLITS: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The experts and weights of one row: TOP times the largest biased score; a NaN is above every number."""
     row = tl.program_id(0)
@@ -78,7 +80,7 @@ def choose(
     exists = expert < experts
     logit = tl.zeros((BLOCK,), tl.float32)
     place = parts + row.to(tl.int64) * experts + expert
-    for _ in range(splits):
+    for _ in tl.static_range(SPLITS):
         logit += tl.load(place, mask=exists, other=0.0)
         place += rows.to(tl.int64) * experts
     score = router_score(tl.div_rn(logit, tl.full((BLOCK,), 1.0, tl.float32) * temperature))
@@ -87,17 +89,19 @@ def choose(
         of_image = tl.load(image_bias + expert, mask=exists, other=0.0)
         added = tl.where(tl.load(image_rows + row) != 0, of_image, added)
     key = score + added
-    key = tl.where(key != key, float("inf"), key)
-    free = exists
+    bits = tl.where(key != key, float("inf"), key).to(tl.int32, bitcast=True)
+    # One number for a key and its expert: larger for a larger key, then for a lower expert.
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (BLOCK - 1 - expert)
+    nothing = tl.full((BLOCK,), -9223372036854775808, tl.int64)
+    order = tl.where(exists, order, nothing)
     slot = tl.arange(0, TOP_BLOCK)
     experts_chosen = tl.zeros((TOP_BLOCK,), tl.int32)
     scores_chosen = tl.zeros((TOP_BLOCK,), tl.float32)
     for turn in tl.static_range(TOP):
-        largest = tl.max(tl.where(free, key, float("-inf")), 0)
-        best = tl.min(tl.where(free & (key >= largest), expert, BLOCK), 0)
+        best = BLOCK - 1 - (tl.max(order, 0) & 0x7FFFFFFF).to(tl.int32)
+        order = tl.where(expert == best, nothing, order)
         experts_chosen = tl.where(slot == turn, best, experts_chosen)
         scores_chosen = tl.where(slot == turn, tl.sum(tl.where(expert == best, score, 0.0), 0), scores_chosen)
-        free = free & (expert != best)
     total = tl.sum(scores_chosen, 0) + weight_floor
     found = tl.div_rn(scores_chosen, tl.full((TOP_BLOCK,), 1.0, tl.float32) * total) * scale
     place = row.to(tl.int64) * TOP + slot
@@ -119,8 +123,8 @@ def route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows):
         expect_dtype("image_bias", image_bias, torch.float32)
         expect_dtype("image_rows", image_rows, torch.bool)
     x, weight = x.contiguous(), weight.contiguous()
-    per_row_tile = 16 if rows <= 64 else 64
-    splits = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1
+    per_row_tile = 16 if rows <= 16 else 64
+    splits = 16 if rows <= 64 else 4 if rows <= 512 else 1
     chunks = triton.cdiv(triton.cdiv(hidden, splits), 64)
     splits = triton.cdiv(hidden, chunks * 64)
     parts = torch.empty(splits, rows, experts, dtype=torch.float32, device=x.device)
@@ -132,9 +136,9 @@ def route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows):
             x, weight, parts, rows, experts, hidden, chunks, LINES=32, ROWS=per_row_tile, num_warps=4, num_stages=4
         )
         choose[(rows,)](
-            parts, bias, image_bias, image_rows, chosen, weights, rows, experts, splits, scale, temperature,
-            WEIGHT_FLOOR, TOP=top_k, TOP_BLOCK=triton.next_power_of_2(top_k), BLOCK=triton.next_power_of_2(experts),
-            num_warps=4,
+            parts, bias, image_bias, image_rows, chosen, weights, rows, experts, scale, temperature, WEIGHT_FLOOR,
+            SPLITS=splits, TOP=top_k, TOP_BLOCK=triton.next_power_of_2(top_k),
+            BLOCK=triton.next_power_of_2(experts), num_warps=4,
         )  # fmt: skip
     return Routing(chosen, weights)
 
@@ -462,7 +466,7 @@ def routed_experts(x, routing, weights, limit, routed_weight):
     top_k = chosen.shape[1]
     slots = rows * top_k
     few = slots <= FEW_SLOTS
-    tile_rows = 8 if rows <= 8 else 16 if rows <= 512 else 64
+    tile_rows = next((size for mean, size in TILE_ROWS if slots <= mean * experts), 64)
     recorders = slots if few else experts
     items = slots if few else slots // tile_rows + experts
 
@@ -485,8 +489,10 @@ def routed_experts(x, routing, weights, limit, routed_weight):
     w13, w2 = weights.w13, weights.w2
     operands = (quantized, tokens, tiles, w13.codes, w13.scales, between, hidden // 2, hidden // BLOCK, inner, limit)
     if tile_rows <= 16:
+        # Fewer warps for more rows: an SM holds two of either.
+        warps = 8 if tile_rows == 8 else 4
         gate_up_few[(inner // 32, items)](
-            *operands, PAIRS=32, ROWS=tile_rows, BYTES=64, SLICES=8, num_warps=8, num_stages=3
+            *operands, PAIRS=32, ROWS=tile_rows, BYTES=64, SLICES=warps, num_warps=warps, num_stages=3
         )
     else:
         gate_up_many[(triton.cdiv(inner, 64), items)](
