@@ -1,23 +1,28 @@
 """The specialized decode on one GPU: captured in the engine's graphs, beside the stock layers on the same device."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from compare import assert_bits, assert_model, logit_distance
+from compare import LogitDistance, assert_bits, assert_model, logit_distance
+from engine_cases import CLOSE_CALL, behind_the_best
 from quickseek.checkpoint.miniature import write_miniature
 from quickseek.engine.graphs import CudaGraphs
 from quickseek.llm import LLM
+from quickseek.model.causal_lm import load_model
+from quickseek.numerics import Numerics
 from quickseek.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("cutlass")
 
-OPTIONS = {"device": "cuda", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 4}
+OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
+OPTIONS |= {"max_num_seqs": 4, "enable_prefix_caching": False}
 PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 120)]
-PARAMS = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True, logprobs=2)
+PARAMS = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny-tp", "mid"])
@@ -58,26 +63,22 @@ def test_a_captured_step_has_the_logits_of_the_stock_layers(directory: Path, dra
         llm.runner.step()
     stock, ours = step_logits(llm, executor=False), step_logits(llm, executor=True)
     print(f"{directory.name}, {drafts} drafts: {logit_distance(ours, stock)}")
-    bound = logit_distance(stock, stock)
-    assert_model(ours, stock, type(bound)(0.2, 1.5))
+    assert_model(ours, stock, LogitDistance(0.2, 1.5))
     with pytest.raises(AssertionError, match="distance"):
-        assert_model(ours.roll(1, 0), stock, type(bound)(0.2, 1.5))
+        assert_model(ours.roll(1, 0), stock, LogitDistance(0.2, 1.5))
 
 
 @pytest.mark.parametrize("drafts", [0, 5])
-def test_answers_are_those_of_the_stock_decode_up_to_close_calls(directory: Path, drafts: int) -> None:
-    ours = specialized(directory, drafts)
-    stock = LLM(directory, decode_backend="stock", **OPTIONS)
-    assert ours.executor is not None and ours.executor.runs > 0 and stock.executor is None
-    whole = 0
-    for found, expected in zip(ours.generate(PROMPTS, PARAMS), stock.generate(PROMPTS, PARAMS), strict=True):
-        assert found.error is expected.error is None and expected.logprobs is not None
-        for number, (a, b) in enumerate(zip(found.token_ids, expected.token_ids, strict=True)):
-            top = expected.logprobs[number].top
-            if a != b:
-                assert top[0][1] - top[1][1] < 0.5, f"token {number}: {a}, stock {b}, margin {top}"
-                break
-        else:
-            whole += 1
-    assert ours.runner.graphs is not None and ours.runner.graphs.replays > 3
-    print(f"{directory.name}, {drafts} drafts: {whole} of {len(PROMPTS)} answers agree to their end")
+def test_answers_are_plausible_to_the_reference(directory: Path, drafts: int) -> None:
+    llm = specialized(directory, drafts)
+    assert llm.executor is not None and llm.executor.runs > 0
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert all(output.error is None for output in outputs), [output.error for output in outputs]
+    assert llm.runner.graphs is not None and llm.runner.graphs.replays > 3
+    model, _ = load_model(directory, Numerics.trained())
+    model.set_token_map(llm.model.backbone.hashes.token_map.cpu())
+    tokens = [output.token_ids for output in outputs]
+    behind = behind_the_best(model, PROMPTS, tokens)
+    print(f"{directory.name}, {drafts} drafts: {float((behind == 0).double().mean()):.1%}, {float(behind.max()):.2f}")
+    assert behind.max() < CLOSE_CALL and (behind == 0).double().mean() > 0.6
+    assert behind_the_best(model, PROMPTS, [answer[::-1] for answer in tokens]).max() > CLOSE_CALL

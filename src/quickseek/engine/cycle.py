@@ -249,13 +249,14 @@ class Cycle:
         )
         tokens = self.model.world.broadcast(proposed.tokens)
         state.drafts[slots] = tokens
-        state.draft_counts[slots] = self.drafts
+        # Filled by index: assigning a number would copy it from the host, which a graph cannot hold.
+        state.draft_counts.index_fill_(0, slots, self.drafts)
         if sampled:
             state.draft_ids[slots] = torch.stack([source.ids for source in sources], 1)
             state.draft_chances[slots] = torch.stack([source.probabilities for source in sources], 1)
         elif self.sampled_drafts:
-            state.draft_ids[slots] = 0
+            state.draft_ids.index_fill_(0, slots, 0)
             state.draft_ids[slots, :, 0] = tokens
-            state.draft_chances[slots] = 0.0
-            state.draft_chances[slots, :, 0] = 1.0
+            state.draft_chances.index_fill_(0, slots, 0.0)
+            state.draft_chances[:, :, 0].index_fill_(0, slots, 1.0)
         return tokens, proposed.confidence
