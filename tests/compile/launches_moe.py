@@ -1,6 +1,7 @@
 """Router, experts and finalisation in the released shapes of a TP 4 rank."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,8 +13,7 @@ HIDDEN, INNER, EXPERTS, TOP = 5120, 576, 384, 6
 
 
 def packed(outputs: int, inputs: int) -> Fp4Weight:
-    # Nothing is read: one expert's memory stands for all.
-    codes = torch.empty(1, outputs, inputs // 2, dtype=torch.uint8).expand(EXPERTS, -1, -1)
+    codes = torch.empty(EXPERTS, outputs, inputs // 2, dtype=torch.uint8)
     return Fp4Weight(codes, torch.empty(EXPERTS, outputs, inputs // 32, dtype=torch.uint8))
 
 
@@ -27,9 +27,9 @@ def launches() -> dict[str, Callable[[], object]]:
         routed = UnfinalizedMoE(torch.empty(rows * TOP, HIDDEN, dtype=torch.bfloat16), routing.weights, routing.experts)
         image = torch.empty(rows, dtype=torch.bool)
         calls |= {
-            f"route {rows}": lambda x=x, image=image: kernels.route(x, router, bias, TOP, 1.5, 1.0, bias, image),  # type: ignore[misc]
-            f"experts {rows}": lambda x=x, routing=routing: kernels.routed_experts(x, routing, weights, 10.0, "after"),  # type: ignore[misc]
-            f"finalize {rows}": lambda routed=routed, x=x: kernels.finalize(routed, x),  # type: ignore[misc]
+            f"route {rows}": partial(kernels.route, x, router, bias, TOP, 1.5, 1.0, bias, image),
+            f"experts {rows}": partial(kernels.routed_experts, x, routing, weights, 10.0, "after"),
+            f"finalize {rows}": partial(kernels.finalize, routed, x),
         }
     gate_up = torch.empty(8, 2 * INNER, dtype=torch.bfloat16)
     codes = torch.empty(8, INNER, dtype=torch.uint8)

@@ -300,6 +300,7 @@ def test_an_empty_step_launches_nothing(device: torch.device) -> None:
 
 def test_arguments_that_kernels_do_not_take_are_named(device: torch.device) -> None:
     x, weights, routing = rows_of(2, 64), packed_experts(4, 64, 32), routing_of(drawn(2, 4, 2))
+    assert isinstance(weights.w2, Fp4Weight)
     with pytest.raises(ValueError, match="routed_weight = 'before': expected 'after'"):
         kernels.routed_experts(x, routing, weights, LIMIT, "before")
     with pytest.raises(ValueError, match=r"x has dtype torch.float32: expected torch.bfloat16"):
@@ -310,5 +311,8 @@ def test_arguments_that_kernels_do_not_take_are_named(device: torch.device) -> N
         kernels.routed_experts(
             rows_of(2, 96), routing, ExpertWeights(weights.w13, packed_experts(4, 96, 32).w2), 1, "after"
         )
+    expanded = Fp4Weight(weights.w2.codes[:1].expand(4, -1, -1), weights.w2.scales)
+    with pytest.raises(ValueError, match=r"w2 has strides \(0, 16, 1\): expected contiguous"):
+        kernels.routed_experts(x, routing, ExpertWeights(weights.w13, expanded), LIMIT, "after")
     with pytest.raises(ValueError, match=r"top_k = 5: expected 1 to the 4 experts"):
         kernels.route(x, normal(4, 64, dtype=torch.bfloat16), torch.zeros(4), 5, SCALE, 1.0, None, None)
