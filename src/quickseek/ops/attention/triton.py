@@ -83,7 +83,7 @@ def _fold(keys, seen, queries, largest, total, mixed, scale):
 # ---------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["tiles", "ring_tiles", "step_tiles"])
+@triton.jit(do_not_specialize=["heads", "tiles", "ring_tiles", "step_tiles"])
 def _attend(
     queries, step_kv, positions, requests, starts, oldest, ring, ring_table, pages, pages_table, lists, sinks,
     out, part_largest, part_total, part_mixed,
@@ -178,7 +178,7 @@ def _attend(
         tl.store(out + place, tl.trans(mixed).to(tl.bfloat16), mask=at_head)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["heads", "parts"])
 def _add_up(
     part_largest, part_total, part_mixed, sinks, out, heads, parts,
     width: tl.constexpr, channels: tl.constexpr, part_block: tl.constexpr,
