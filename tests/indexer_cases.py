@@ -75,12 +75,28 @@ class IndexerCase:
         return (self.rows.positions + 1) // self.ratio
 
     def select(
-        self, form: Any, top_k: int, *, block_size: int = 4, publish: int = 0, candidates: Tensor | None = None
+        self,
+        form: Any,
+        top_k: int,
+        *,
+        block_size: int = 4,
+        publish: int = 0,
+        candidates: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Selection:
         """By a form of the operation, with outputs poisoned before."""
         with poisoned_outputs():
             found: Selection = form.select(
-                self.queries, self.weights, self.keys, self.rows, self.ratio, top_k, block_size, publish, candidates
+                self.queries,
+                self.weights,
+                self.keys,
+                self.rows,
+                self.ratio,
+                top_k,
+                block_size,
+                publish,
+                candidates,
+                scale,
             )
         return found
 

@@ -21,8 +21,8 @@ def call(count: int, length: int, ratio: int, publish_blocks: int, candidates: b
     view = CacheView(storage, torch.zeros(1, -(-length // 64), dtype=torch.int64), codec)
     published: Tensor | None = torch.zeros(count, BLOCKS, dtype=torch.int64) if candidates else None
     kernels.select(
-        torch.zeros(count, 32, 128, dtype=torch.bfloat16), torch.zeros(count, 32), view, rows,
-        ratio, TOP_K, BLOCK_SIZE, publish_blocks, published,
+        torch.zeros(count, 32, 128, dtype=torch.bfloat16), torch.zeros(count, 32, dtype=torch.bfloat16), view, rows,
+        ratio, TOP_K, BLOCK_SIZE, publish_blocks, published, 2.0**-6,
     )  # fmt: skip
 
 

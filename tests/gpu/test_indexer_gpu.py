@@ -193,6 +193,6 @@ def test_a_nan_row_and_a_nan_key_stay_where_they_are() -> None:
     assert_bits(spoilt.lists[others], clean.lists[others])
     assert_bits(spoilt.candidates[others], clean.candidates[others])
     assert_bits(spoilt.lists[3], torch.arange(TOP_K, device=DEVICE), "NaN ranks as in a descending sort")
-    expected = reference.select(case.queries, case.weights, case.keys, case.rows, 1, TOP_K, SIZE, BLOCKS, None)
+    expected = reference.select(case.queries, case.weights, case.keys, case.rows, 1, TOP_K, SIZE, BLOCKS, None, 1.0)
     assert expected.candidates is not None
     assert set(spoilt.candidates[3].tolist()) == set(expected.candidates[3].tolist())

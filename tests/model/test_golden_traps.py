@@ -137,7 +137,8 @@ def sinks_times(factor: Callable[[int], float]) -> Wrong:
 
 def select_with(**changed: Callable[..., Any]) -> Wrong:
     """The right selection with some arguments replaced by a function of all of them."""
-    names = ["queries", "weights", "keys", "rows", "ratio", "top_k", "block_size", "publish_blocks", "candidates"]
+    names = ["queries", "weights", "keys", "rows", "ratio", "top_k", "block_size", "publish_blocks"]
+    names += ["candidates", "weight_scale"]
 
     def wrapper(right: Wrong) -> Wrong:
         def wrong(*args: Any) -> Any:
@@ -154,7 +155,7 @@ def restricted_source(right: Wrong) -> Wrong:
         found: indexer_op.Selection = right(*args)
         if found.candidates is None:
             return found
-        return indexer_op.Selection(right(*args[:-2], 0, found.candidates).lists, found.candidates)
+        return indexer_op.Selection(right(*args[:-3], 0, found.candidates, args[-1]).lists, found.candidates)
 
     return wrong
 

@@ -30,11 +30,10 @@ class Indexer(nn.Module):
         queries = norm_rope.apply_rope(queries, shared.turns[True])
         if self.numerics.quantize_caches:
             queries = quantize.fake_quantize_q4i(queries)
-        weights = self.weights_proj(x).to(self.numerics.wide) * self.weight_scale
         is_source = layer == config.candidate_source_layer_id
         return indexer_op.select(
             queries,
-            weights,
+            self.weights_proj(x),
             context.view(f"layers.{config.kv_source(layer)}.index_k"),
             shared.rows,
             ratio=config.ratio(layer),
@@ -42,6 +41,7 @@ class Indexer(nn.Module):
             block_size=config.candidate_block_size,
             publish_blocks=config.candidate_topk_blocks if is_source else 0,
             candidates=shared.candidates if config.reads_candidates(layer) else None,
+            weight_scale=self.weight_scale,
         )
 
     def load(self, loader: WeightLoader, prefix: str) -> None:

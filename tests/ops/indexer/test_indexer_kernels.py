@@ -143,6 +143,20 @@ def test_blocks_of_any_size(device: torch.device, size: int) -> None:
     assert_op_selections(lists, case.restricted(found.cpu(), size), 6, eps_of(scores))
 
 
+def test_weights_may_be_bf16_and_come_with_a_scale(device: torch.device) -> None:
+    case = IndexerCase.build([60], [2])
+    case = replace(case, weights=case.weights.to(BF16))
+    scores = replace(case, weights=case.weights.float() * -0.3).scores()
+    found = case.to(device).select(kernels, 6, publish=3, block_size=SIZE, scale=-0.3)
+    assert_op_selections(found.lists, scores, 6, eps_of(scores))
+    inside = case.to(device).select(kernels, 4, candidates=found.candidates, block_size=SIZE, scale=-0.3).lists
+    assert found.candidates is not None
+    expected = case.select(reference, 4, candidates=found.candidates.cpu(), block_size=SIZE, scale=-0.3)
+    assert_selections(inside, expected.lists)
+    with pytest.raises(AssertionError):
+        assert_op_selections(case.to(device).select(kernels, 6).lists, scores, 6, eps_of(scores))
+
+
 def test_both_at_once_publish_freely_and_choose_inside(device: torch.device) -> None:
     case = IndexerCase.build([50], [2])
     candidates = torch.tensor([[1, 2, -1], [3, 0, 7]])
@@ -239,7 +253,7 @@ def test_what_kernels_cannot_read_is_named() -> None:
     case = IndexerCase.build([9], [2])
     for name, value, message in (
         ("queries", case.queries.float(), "queries has dtype torch.float32"),
-        ("weights", case.weights.to(BF16), "weights has dtype torch.bfloat16"),
+        ("weights", case.weights.double(), "weights has dtype torch.float64"),
         ("keys", IndexerCase.build([9], [2], width=96).keys, "keys have width 96"),
         ("queries", case.queries.transpose(0, 1).contiguous().transpose(0, 1), "queries has strides"),
     ):

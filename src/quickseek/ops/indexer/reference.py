@@ -68,15 +68,17 @@ def select(
     block_size: int,
     publish_blocks: int,
     candidates: Tensor | None,
+    weight_scale: float,
 ) -> Selection:
     groups = rows.max_length // ratio
     n_visible = (rows.positions + 1) // ratio
     numbers = torch.arange(groups, device=queries.device)
     visible = numbers < n_visible.unsqueeze(1)
+    scaled = weights.to(wide_dtype(queries.dtype)) * weight_scale
     # With no more groups than the list holds, every group left by the masks is chosen whatever its score, and no more
     # blocks exist than a candidate set of that many groups could hold.
     unscored = groups <= top_k and (not publish_blocks or groups <= publish_blocks * block_size)
-    values = visible.to(torch.float32).log() if unscored else scores(queries, weights, keys, rows, groups)
+    values = visible.to(torch.float32).log() if unscored else scores(queries, scaled, keys, rows, groups)
     values = values.masked_fill(~visible, -INFINITY)
     published = candidate_blocks(values, n_visible, block_size, publish_blocks) if publish_blocks else None
     if candidates is not None:

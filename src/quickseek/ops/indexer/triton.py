@@ -35,6 +35,8 @@ CHUNK = 4096
 """Scores of a leaf of the selection tree; at least four times the members that a node keeps."""
 KEYS = 64
 """Keys that a program scores at a time."""
+MOST_ROWS = 65535
+"""Programs of a grid's second dimension."""
 PROGRAMS = 1056
 """Programs that a launch aims at, beyond which each takes several tiles: eight for each SM of an H200."""
 
@@ -123,13 +125,15 @@ def key_tile(storage, table, group, inside, BLOCK_ROWS: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def score_tile(keys, queries, weights, row, last, HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+def score_tile(
+    keys, queries, weights, weight_scale, row, last, HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr
+):
     """FP32 scores [n, ROWS] of BF16 keys [n, WIDTH] for the rows from ``row`` on that are below ``last``."""
     column, channel = tl.arange(0, ROWS * PADDED), tl.arange(0, keys.shape[1])
     offset = column // PADDED * HEADS + column % PADDED
     real = (column % PADDED < HEADS) & (row + column // PADDED < last)
     start = tl.cast(row, tl.int64) * HEADS
-    weight = tl.load(weights + start + offset, mask=real, other=0.0)
+    weight = tl.load(weights + start + offset, mask=real, other=0.0).to(tl.float32) * weight_scale
     places = queries + start * keys.shape[1] + offset[:, None] * keys.shape[1] + channel[None, :]
     query = tl.load(places, mask=real[:, None], other=0.0)
     products = tl.maximum(tl.dot(keys, tl.trans(query)), 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -152,7 +156,7 @@ def clear(counters, count):
 )
 def score_groups(
     queries, weights, storage, table, positions, first_rows, scores, arrivals,
-    rows, row_begin, row_end, groups, table_stride, stride, counters, ratio,
+    rows, row_begin, row_end, groups, table_stride, stride, counters, ratio, weight_scale,
     HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +178,7 @@ def score_groups(
             # Rows before this one see nothing of the tile.
             seeing = first + tl.maximum((tile * KEYS + 1) * ratio - 1 - start, 0)
             for row in range(seeing + tl.program_id(2) * ROWS, last, tl.num_programs(2) * ROWS):
-                score = score_tile(keys, queries, weights, row, last, HEADS, PADDED, ROWS)
+                score = score_tile(keys, queries, weights, weight_scale, row, last, HEADS, PADDED, ROWS)
                 these = row + tl.arange(0, ROWS)
                 position = tl.load(positions + these, mask=these < last, other=-1).to(tl.int32)
                 inside = group[:, None] < tl.minimum((position + 1) // ratio, groups)[None, :]
@@ -192,7 +196,7 @@ def candidate_groups(candidates, slot, slots, block_size):
 @triton.jit(do_not_specialize=["row_begin", "groups", "slots", "table_stride", "counters", "ratio"])
 def score_candidates(
     queries, weights, storage, table, positions, requests, candidates, scores, arrivals,
-    row_begin, groups, slots, table_stride, counters, ratio,
+    row_begin, groups, slots, table_stride, counters, ratio, weight_scale,
     HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +212,7 @@ def score_candidates(
         group = candidate_groups(candidates, slot, slots, BLOCK_SIZE)
         inside = (group >= 0) & (group < visible)
         keys = key_tile(storage, table, group, inside, BLOCK_ROWS, WIDTH, PACKED)
-        score = tl.reshape(score_tile(keys, queries, weights, row, row + 1, HEADS, PADDED, 1), (KEYS,))
+        score = tl.reshape(score_tile(keys, queries, weights, weight_scale, row, row + 1, HEADS, PADDED, 1), (KEYS,))
         tl.store(scores + slot, tl.where(inside, score, float("-inf")), mask=slot < slots)
 
 
@@ -398,14 +402,15 @@ def select(
     block_size: int,
     publish_blocks: int,
     candidates: Tensor | None,
+    weight_scale: float,
 ) -> Selection:
-    """As the reference, of BF16 ``queries``, FP32 ``weights`` and packed or BF16 ``keys``."""
+    """As the reference, of BF16 ``queries``, BF16 or FP32 ``weights`` and packed or BF16 ``keys``."""
     _check(queries, weights, keys)
     candidates = None if candidates is None else candidates.contiguous()
     if publish_blocks and candidates is not None:
-        published = select(queries, weights, keys, rows, ratio, top_k, block_size, publish_blocks, None).candidates
-        lists = select(queries, weights, keys, rows, ratio, top_k, block_size, 0, candidates).lists
-        return Selection(lists, published)
+        shared = (queries, weights, keys, rows, ratio, top_k, block_size)
+        published = select(*shared, publish_blocks, None, weight_scale).candidates
+        return Selection(select(*shared, 0, candidates, weight_scale).lists, published)
     count, groups = queries.shape[0], rows.max_length // ratio
     blocks = -(-groups // block_size)
     lists = torch.empty(count, min(top_k, groups), dtype=torch.int64, device=queries.device)
@@ -425,13 +430,16 @@ def select(
     if candidates is not None:
         choices = [Choice(lists, candidates.shape[1] * block_size, CANDIDATES)]
     stride = groups if candidates is None else choices[0].items
-    step = max(SCRATCH_BYTES // (4 * stride + sum(choice.row_bytes for choice in choices)), 1)
+    row_bytes = 4 * stride + sum(choice.row_bytes for choice in choices)
+    step = min(max(SCRATCH_BYTES // row_bytes, 1), MOST_ROWS)
     for begin in range(0, count, step):
         chunk = range(begin, min(begin + step, count))
         scores = torch.empty(len(chunk), stride, dtype=torch.float32, device=queries.device)
         counts = [choice.counters(len(chunk)) for choice in choices]
         arrivals = torch.empty(sum(counts), dtype=torch.int32, device=queries.device)
-        _score(scores, arrivals, chunk, queries, weights, keys, rows, ratio, groups, block_size, candidates)
+        _score(
+            scores, arrivals, chunk, queries, weights, keys, rows, ratio, groups, block_size, candidates, weight_scale
+        )
         for choice, counters in zip(choices, arrivals.split(counts), strict=True):
             _choose(choice, counters, scores, chunk, rows, ratio, groups, block_size, candidates)
     return Selection(lists, published)
@@ -439,7 +447,7 @@ def select(
 
 def _check(queries: Tensor, weights: Tensor, keys: CacheView) -> None:
     expect_dtype("queries", queries, torch.bfloat16)
-    expect_dtype("weights", weights, torch.float32)
+    expect_dtype("weights", weights, torch.bfloat16, torch.float32)
     expect_dtype("keys", keys.storage, torch.uint8 if _packed(keys) else torch.bfloat16)
     width = keys.codec.width
     if width < 32 or width & (width - 1):
@@ -473,6 +481,7 @@ def _score(
     groups: int,
     block_size: int,
     candidates: Tensor | None,
+    weight_scale: float,
 ) -> None:
     count, heads, width = queries.shape
     stride = scores.shape[1]
@@ -483,7 +492,7 @@ def _score(
         grid = (min(tiles, -(-PROGRAMS // len(chunk))), len(chunk))
         score_candidates[grid](
             queries, weights, keys.storage, keys.table, rows.positions, rows.requests, candidates, scores, arrivals,
-            chunk.start, groups, stride, keys.table.stride(0), arrivals.numel(), ratio,
+            chunk.start, groups, stride, keys.table.stride(0), arrivals.numel(), ratio, weight_scale,
             **shape, KEYS=KEYS, BLOCK_SIZE=block_size,
         )  # fmt: skip
         return
@@ -493,7 +502,7 @@ def _score(
     shares = min(-(-rows.max_rows // together), max(PROGRAMS // (2 * programs * requests), 1))
     score_groups[(programs, requests, shares)](
         queries, weights, keys.storage, keys.table, rows.positions, rows.first_rows, scores, arrivals,
-        count, chunk.start, chunk.stop, groups, keys.table.stride(0), stride, arrivals.numel(), ratio,
+        count, chunk.start, chunk.stop, groups, keys.table.stride(0), stride, arrivals.numel(), ratio, weight_scale,
         **shape, KEYS=KEYS, ROWS=together,
     )  # fmt: skip
 
