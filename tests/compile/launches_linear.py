@@ -37,5 +37,8 @@ def launches() -> dict[str, Callable[[], object]]:
         }
     return calls | {
         "FP32, 6": lambda: kernels.linear_wide(torch.empty(6, 5120), bf16(384, 5120)),
+        "one output": lambda: kernels.linear(bf16(6, 32), fp8(1, 32)),
+        "one output, many rows": lambda: kernels.linear(bf16(48, 32), fp8(1, 32)),
+        "one FP32 output": lambda: kernels.linear_wide(torch.empty(6, 5120), bf16(1, 5120)),
         "confidence, 6": lambda: head.confidence(bf16(6, 5120), bf16(6, 256), bf16(1, 5376)),
     }

@@ -79,7 +79,8 @@ def test_wide_products(outputs: int, rows: int) -> None:
     x, weight = rows_of(rows, 5120), rows_of(outputs, 5120, seed=1)
     expected = x.double() @ weight.double().T
     out = head.logits(x, weight)
-    bound = 2.0**-21 * (x.double().abs() @ weight.double().abs().T)
+    # Tensor cores cut each of up to 320 partial sums instead of rounding it.
+    bound = 2.0**-18 * (x.double().abs() @ weight.double().abs().T)
     assert out.dtype == torch.float32 and bool(((out.double() - expected).abs() <= bound).all())
     assert bool(((out.to(torch.bfloat16).double() - expected).abs() > bound).any())
     assert_bits(replayed(lambda: head.logits(x, weight)), out, "a replay")
