@@ -116,7 +116,8 @@ def _few(
                         exponent = exponent.to(tl.int32)
                         numbers = tl.reshape(taken, (PARTS, ROWS, GROUPS, 32)).to(tl.float8e4nv, bitcast=True)
                     # Codes are exact in FP16. A row's largest block scale multiplies the sum; what is left of the
-                    # others' is at most 1, and what FP16 then cannot hold is below 2^-33 of the largest term.
+                    # others' is at most 1. What FP16 then cuts off is below 2^-33 of the largest term, or, where that
+                    # block's row is under A8's floor, below 2^-21 if weight scales differ by less than 2^16.
                     nan = tl.max(((exponent == 255) | (scales == 255)).to(tl.int32), 2)
                     exponent += scales
                     largest = tl.max(exponent, 2)
