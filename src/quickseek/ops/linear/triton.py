@@ -115,9 +115,9 @@ def _few(
                         exponent = tl.load(place, mask=there[None, :, None] & block_here[:, None, :], other=0)
                         exponent = exponent.to(tl.int32)
                         numbers = tl.reshape(taken, (PARTS, ROWS, GROUPS, 32)).to(tl.float8e4nv, bitcast=True)
-                    # Codes are exact in FP16. A row's largest block scale multiplies the sum; what is left of the
-                    # others' is at most 1. What FP16 then cuts off is below 2^-33 of the largest term, or, where that
-                    # block's row is under A8's floor, below 2^-21 if weight scales differ by less than 2^16.
+                    # A row's largest block scale multiplies the sum, what is left of the others' the codes. These are
+                    # multiples of 2^-9, so FP16 holds them exactly unless scales differ by more than 2^15; beyond it
+                    # cuts off below 2^-33 of the largest term (a group under A8's floor needs weights that far apart).
                     nan = tl.max(((exponent == 255) | (scales == 255)).to(tl.int32), 2)
                     exponent += scales
                     largest = tl.max(exponent, 2)
