@@ -121,9 +121,7 @@ def test_bias_is_added_to_the_ids_it_names() -> None:
 def test_a_bitmask_leaves_exactly_the_ids_whose_bits_are_set() -> None:
     draw = random.Random(3)
     allowed = [{draw.randrange(VOCABULARY) for _ in range(9)} | {31, 63} for _ in range(4)]
-    words = [
-        [sum(1 << bit for bit in range(32) if word * 32 + bit in row) for word in range(3)] for row in allowed
-    ]
+    words = [[sum(1 << bit for bit in range(32) if word * 32 + bit in row) for word in range(3)] for row in allowed]
     bitmask = torch.tensor([[word - 2**32 if word >= 2**31 else word for word in row] for row in words]).to(torch.int32)
     adjusted = sampling.adjust(torch.zeros(4, VOCABULARY), bitmask=bitmask)
     assert [set(torch.nonzero(row == 0).flatten().tolist()) for row in adjusted] == allowed

@@ -16,9 +16,7 @@ def row(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float64)
 
 
-def chances(
-    logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
-) -> Tensor:
+def chances(logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> Tensor:
     rows = logits.shape[0]
     return sampling.probabilities(
         logits,

@@ -1,14 +1,15 @@
 """Choosing tokens: penalties and masks, distributions, random numbers by (seed, position, purpose), verifying drafts.
 
 Every function takes rows with parameters of their own ([T] tensors; a neutral value switches one off), reads no tensor
-from the host and returns shapes that depend on shapes only, so a graph can hold its GPU form. What a row holds never
+from the host and returns shapes that depend on shapes only, so a graph can hold it. What a row holds never
 reaches another row: a row with NaN or without any finite logit has no probabilities, gets id 0, and ``valid`` tells.
 """
 
 from torch import Tensor
 
 from quickseek.ops.checks import expect_shape
-from quickseek.ops.sampling import adjust_reference, philox, reference, verify_reference
+from quickseek.ops.forms import form
+from quickseek.ops.sampling import adjust_reference, verify_reference
 from quickseek.ops.sampling.parameters import Bias as Bias
 from quickseek.ops.sampling.parameters import Ends as Ends
 from quickseek.ops.sampling.parameters import LogProbabilities as LogProbabilities
@@ -31,17 +32,17 @@ DRAFT_WIDTH = 64
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
     """float64 [T] in [0, 1): Philox4x32-10 keyed by the int64 seed, counted by position and purpose."""
-    return philox.uniform(seeds, positions, purpose)
+    return form(__name__, seeds).uniform(seeds, positions, purpose)
 
 
 def valid(logits: Tensor) -> Tensor:
     """bool [T]: whether a row of logits [T, V] holds a choice: no NaN, no +inf, at least one finite number."""
-    return reference.valid(logits)
+    return form(__name__, logits).valid(logits)
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """int64 [T]: the largest logit of each row [T, V], ties to the lowest id."""
-    return reference.greedy(logits)
+    """int64 [T]: the largest logit of each row [T, V], ties to the lowest id; 0 in a row with a NaN."""
+    return form(__name__, logits).greedy(logits)
 
 
 # ------------------------------------------------------------------------------------------ adjusting
@@ -96,13 +97,13 @@ def probabilities(
 
     Temperature, then min_p (at least that part of the largest probability), then the top_k most likely, then the
     smallest set of the most likely that reaches top_p of what is left; ties stay with the lowest id. A temperature of 0
-    gives one-hot rows. The reference sorts; a form for a graph must not: it finds the threshold's bits by counting
-    (top_k) or adding up (top_p) what lies above, and fills ties at the border in the order of ids.
+    gives one-hot rows. The reference sorts; on a GPU the threshold's bits are found by counting (top_k) or adding up
+    (top_p) what lies above, and ties at the border are filled in the order of ids.
     """
     for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k), ("min_p", min_p)):
         if value is not None:
             expect_shape(name, value, [logits.shape[0]])
-    return reference.probabilities(logits, temperature, top_p, top_k, min_p)
+    return form(__name__, logits).probabilities(logits, temperature, top_p, top_k, min_p)
 
 
 def sample(
@@ -121,7 +122,7 @@ def sample(
     ``seeds`` and ``positions`` int64 [T]; a position is the one at which the token will stand.
     """
     chances = probabilities(logits, temperature, top_p, top_k=top_k, min_p=min_p)
-    return reference.draw(chances, uniform(seeds, positions, purpose))
+    return form(__name__, chances).draw(chances, uniform(seeds, positions, purpose))
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilities:
@@ -132,7 +133,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilit
     expect_shape("tokens", tokens, [logits.shape[0]])
     if not 0 <= top <= logits.shape[1]:
         raise ValueError(f"top = {top}: expected 0 to the {logits.shape[1]} ids of a row")
-    return reference.log_probabilities(logits, tokens, top)
+    return form(__name__, logits).log_probabilities(logits, tokens, top)
 
 
 # ------------------------------------------------------------------------------------------ speculation
@@ -145,12 +146,12 @@ def draft_distribution(
 
     Q is softmax(logits / temperature) of the ``DRAFT_WIDTH`` most likely ids (all, if there are fewer), renormalised;
     one-hot at temperature 0. ``positions`` int64 [B]: where the drafts would stand. Stack the Q of k drafts along
-    dimension 1 for ``verify``. The reference sorts; a form for a graph takes a top-k of 64.
+    dimension 1 for ``verify``.
     """
     for name, value in (("temperature", temperature), ("seeds", seeds), ("positions", positions)):
         expect_shape(name, value, [logits.shape[0]])
-    kept = reference.most_likely(logits, temperature, min(DRAFT_WIDTH, logits.shape[1]))
-    index = reference.draw(kept.probabilities, uniform(seeds, positions, PURPOSE_DRAFT))
+    kept = form(__name__, logits).most_likely(logits, temperature, min(DRAFT_WIDTH, logits.shape[1]))
+    index = form(__name__, logits).draw(kept.probabilities, uniform(seeds, positions, PURPOSE_DRAFT))
     return kept.ids.gather(1, index.unsqueeze(1)).squeeze(1), kept
 
 
@@ -165,7 +166,7 @@ def match(chosen: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> Verifie
     batch, count = draft_tokens.shape
     expect_shape("chosen", chosen, [batch, count + 1])
     expect_shape("draft_counts", draft_counts, [batch])
-    return verify_reference.match(chosen, draft_tokens, draft_counts)
+    return form(__name__, chosen).match(chosen, draft_tokens, draft_counts)
 
 
 def verify(
@@ -197,7 +198,7 @@ def verify(
         return uniform(keys.flatten(), numbers.flatten(), purpose).view_as(numbers)
 
     if draft_probabilities is None:
-        chosen = reference.draw(target_probabilities.flatten(0, 1), draws(PURPOSE_TOKEN).flatten())
+        chosen = form(__name__, seeds).draw(target_probabilities.flatten(0, 1), draws(PURPOSE_TOKEN).flatten())
         return match(chosen.view(batch, count + 1), draft_tokens, draft_counts)
     if isinstance(draft_probabilities, SparseDistribution):
         ids, chances = draft_probabilities
@@ -213,4 +214,5 @@ def verify(
         accept=draws(PURPOSE_ACCEPT)[:, :count],
         residual=draws(PURPOSE_RESIDUAL),
         bonus=draws(PURPOSE_TOKEN),
+        draw=form(__name__, seeds).draw,
     )

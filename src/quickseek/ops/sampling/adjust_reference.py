@@ -1,4 +1,4 @@
-"""Penalties, bias, grammar masks and forbidden ends in plain PyTorch."""
+"""Penalties, bias, grammar masks and forbidden ends in plain PyTorch, on any device: elementwise and scattered."""
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
     counts = penalties.output_counts[penalties.slots].to(logits.dtype)
     counts = counts.scatter_add(1, penalties.drafts.clamp_min(0), (penalties.drafts >= 0).to(logits.dtype))
     repetition, frequency, presence = (
-        value.to(logits.dtype).unsqueeze(1)
-        for value in (penalties.repetition, penalties.frequency, penalties.presence)
+        value.to(logits.dtype).unsqueeze(1) for value in (penalties.repetition, penalties.frequency, penalties.presence)
     )
     seen = (counts > 0) | penalties.prompt_seen[penalties.slots]
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)

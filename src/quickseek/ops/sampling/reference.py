@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from quickseek.ops.sampling.parameters import LogProbabilities, SparseDistribution
+from quickseek.ops.sampling.parameters import LogProbabilities, SparseDistribution, Verified
+from quickseek.ops.sampling.philox import uniform as uniform
 
 _LOWEST_TEMPERATURE = 1e-6
 """Rows of temperature 0 are replaced afterwards; until then they must not divide by it."""
@@ -16,7 +17,8 @@ def valid(logits: Tensor) -> Tensor:
 def greedy(logits: Tensor) -> Tensor:
     ids = torch.arange(logits.shape[-1], device=logits.device)
     largest = logits.amax(-1, keepdim=True)
-    return torch.where(logits == largest, ids, logits.shape[-1] - 1).amin(-1)
+    # Nothing is less than a NaN: such a row gets id 0.
+    return torch.where(logits < largest, logits.shape[-1] - 1, ids).amin(-1)
 
 
 def probabilities(
@@ -72,6 +74,23 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilit
     return LogProbabilities(
         chosen.squeeze(1).to(torch.float32), rank, order[:, :top], ordered[:, :top].to(torch.float32)
     )
+
+
+def match(chosen: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> Verified:
+    accepted = leading(chosen[:, :-1] == draft_tokens, draft_counts)
+    return Verified(accepted, upto(chosen, accepted))
+
+
+def leading(taken: Tensor, draft_counts: Tensor) -> Tensor:
+    """How many of the first ``draft_counts`` drafts are taken before one is not."""
+    within = torch.arange(taken.shape[1], device=taken.device) < draft_counts.unsqueeze(1)
+    return (taken & within).to(torch.int64).cumprod(1).sum(1)
+
+
+def upto(tokens: Tensor, accepted: Tensor) -> Tensor:
+    """``tokens`` [B, k + 1] up to number ``accepted`` [B], then -1."""
+    rows = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(rows <= accepted.unsqueeze(1), tokens, -1)
 
 
 def _softmax(logits: Tensor, temperature: Tensor) -> Tensor:

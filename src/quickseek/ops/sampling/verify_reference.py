@@ -1,15 +1,12 @@
-"""Accepting and replacing drafts in plain PyTorch (spec/model.md 10.4)."""
+"""Accepting and replacing drafts in plain PyTorch, on any device (spec/model.md 10.4)."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from quickseek.ops.sampling.parameters import SparseDistribution, Verified
-from quickseek.ops.sampling.reference import draw
-
-
-def match(chosen: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> Verified:
-    accepted = _leading(chosen[:, :-1] == draft_tokens, draft_counts)
-    return Verified(accepted, _upto(chosen, accepted))
+from quickseek.ops.sampling.reference import leading, upto
 
 
 def reject(
@@ -21,8 +18,9 @@ def reject(
     accept: Tensor,
     residual: Tensor,
     bonus: Tensor,
+    draw: Callable[[Tensor, Tensor], Tensor],
 ) -> Verified:
-    """``accept`` [B, k], ``residual`` and ``bonus`` [B, k + 1]: uniform numbers of each row."""
+    """``accept`` [B, k], ``residual`` and ``bonus`` [B, k + 1]: uniform numbers of each row; ``draw``: the device's."""
     batch, rows, vocabulary = target.shape
     drafted = draft_tokens.unsqueeze(2)
     if isinstance(draft, Tensor):
@@ -32,7 +30,7 @@ def reject(
     # u < P / Q without the division. A draft outside its Q was not drawn from it (a drafter's row was NaN): no test of
     # P / Q makes it follow P, while rejecting it does, because its Q is then zero and the excess is P itself.
     taken = (accept * chance < target[:, :-1].gather(2, drafted).squeeze(2)) & (chance > 0)
-    accepted = _leading(taken, draft_counts)
+    accepted = leading(taken, draft_counts)
 
     last = accepted.unsqueeze(1)
     row = target.gather(1, last.unsqueeze(2).expand(batch, 1, vocabulary)).squeeze(1)
@@ -43,7 +41,7 @@ def reject(
     number = torch.where(rejected, residual.gather(1, last).squeeze(1), bonus.gather(1, last).squeeze(1))
     token = draw(torch.where(replace, excess, row), number)
     tokens = torch.cat((draft_tokens, draft_tokens.new_zeros(batch, 1)), 1).scatter(1, last, token.unsqueeze(1))
-    return Verified(accepted, _upto(tokens, accepted))
+    return Verified(accepted, upto(tokens, accepted))
 
 
 def _dense_row(draft: SparseDistribution | Tensor, number: Tensor, count: int, vocabulary: int) -> Tensor:
@@ -55,14 +53,3 @@ def _dense_row(draft: SparseDistribution | Tensor, number: Tensor, count: int, v
         return draft.gather(1, index.expand(-1, 1, vocabulary)).squeeze(1)
     ids, chances = (part.gather(1, index.expand(-1, 1, part.shape[2])).squeeze(1) for part in draft)
     return torch.zeros(ids.shape[0], vocabulary, dtype=chances.dtype, device=ids.device).scatter_add(1, ids, chances)
-
-
-def _leading(taken: Tensor, draft_counts: Tensor) -> Tensor:
-    """How many of the first ``draft_counts`` drafts are taken before one is not."""
-    within = torch.arange(taken.shape[1], device=taken.device) < draft_counts.unsqueeze(1)
-    return (taken & within).to(torch.int64).cumprod(1).sum(1)
-
-
-def _upto(tokens: Tensor, accepted: Tensor) -> Tensor:
-    rows = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(rows <= accepted.unsqueeze(1), tokens, -1)
