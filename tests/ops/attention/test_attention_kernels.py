@@ -266,7 +266,7 @@ def test_values_of_another_dtype_are_refused(change: dict[str, Any], message: st
 def test_caches_that_the_kernel_cannot_read_are_refused(device: torch.device) -> None:
     case = AttentionCase.build([5], [2])
     assert case.pages is not None
-    with pytest.raises(ValueError, match="global_kv has the codec IndexKeyCodec"):
+    with pytest.raises(ValueError, match="global_kv has records of kind q4i: expected plain or q4k"):
         found(replace(case, pages=replace(case.pages, codec=IndexKeyCodec(64))), device)
     narrow = AttentionCase.build([5], [2], width=32)
     with pytest.raises(ValueError, match="window has rows of 32 values: expected 64"):

@@ -18,12 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quickseek.ops import triton_math as math
-from quickseek.ops.cache import CacheView, GlobalKvCodec, PlainCodec, WindowCodec
+from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.rows import StepRows
 
-PLAIN, WINDOW, GLOBAL = 0, 1, 2
-"""Kinds of records."""
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+KINDS = {"plain": 0, "a8": 1, "q4k": 2}
+"""Numbers of the kinds of records in the kernel."""
 TILE = 64
 """Keys of a tile: the rows of one matrix product."""
 MOST_HEADS = 32
@@ -33,6 +34,86 @@ PROGRAMS = 132
 
 
 # ---------------------------------------------------------------------------------------------- device functions
+
+
+@triton.jit
+def _scaled_e4m3(codes, scale):
+    """BF16 of E4M3 bytes [n, g, 32] times BF16 powers of two [n, g, 1]."""
+    if INTERPRETED:
+        return (math.e4m3_value(codes) * scale.to(tl.float32)).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 first, second, a, b, c, d;
+        .reg .b32 low, high;
+        .reg .f32 w, x, y, z;
+        mov.b32 {first, second}, $2;
+        cvt.rn.f16x2.e4m3x2 low, first;
+        cvt.rn.f16x2.e4m3x2 high, second;
+        mov.b32 {a, b}, low;
+        mov.b32 {c, d}, high;
+        cvt.f32.f16 w, a;
+        cvt.f32.f16 x, b;
+        cvt.f32.f16 y, c;
+        cvt.f32.f16 z, d;
+        cvt.rn.bf16x2.f32 low, x, w;
+        cvt.rn.bf16x2.f32 high, z, y;
+        mul.rn.bf16x2 $0, low, $3;
+        mul.rn.bf16x2 $1, high, $4;
+        }
+        """,
+        "=&r,=&r,r,r,r",
+        [codes, tl.broadcast_to(scale, codes.shape)],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _scaled_e2m1(pairs, scale):
+    """BF16 of the even and of the odd elements of E2M1 pairs (bytes [n, g, 8]) times BF16 [n, g, 1]: exact."""
+    if INTERPRETED:
+        wide = scale.to(tl.float32)
+        even, odd = math.e2m1_value(pairs & 15) * wide, math.e2m1_value(pairs >> 4) * wide
+        return even.to(tl.bfloat16), odd.to(tl.bfloat16)
+    # Of four bytes, two at a time lie in the halves of a word. A product copies a code to where the lowest exponent
+    # bits, the highest mantissa bit and the sign of BF16 are: 2^-126 of its value.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, unit;
+        mov.b32 unit, 0x7E807E80;
+        prmt.b32 low, $4, 0, 0x4140;
+        prmt.b32 high, $4, 0, 0x4342;
+        and.b32 $0, low, 0x000F000F;
+        mul.lo.u32 $0, $0, 0x1040;
+        and.b32 $0, $0, 0x81C081C0;
+        mul.rn.bf16x2 $0, $0, unit;
+        mul.rn.bf16x2 $0, $0, $5;
+        and.b32 $1, high, 0x000F000F;
+        mul.lo.u32 $1, $1, 0x1040;
+        and.b32 $1, $1, 0x81C081C0;
+        mul.rn.bf16x2 $1, $1, unit;
+        mul.rn.bf16x2 $1, $1, $6;
+        and.b32 $2, low, 0x00F000F0;
+        mul.lo.u32 $2, $2, 0x104;
+        and.b32 $2, $2, 0x81C081C0;
+        mul.rn.bf16x2 $2, $2, unit;
+        mul.rn.bf16x2 $2, $2, $5;
+        and.b32 $3, high, 0x00F000F0;
+        mul.lo.u32 $3, $3, 0x104;
+        and.b32 $3, $3, 0x81C081C0;
+        mul.rn.bf16x2 $3, $3, unit;
+        mul.rn.bf16x2 $3, $3, $6;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [pairs, tl.broadcast_to(scale, pairs.shape)],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -47,19 +128,17 @@ def _records(storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kin
         group = tl.arange(0, padded // 32)[None, :]
         codes = tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0)
         scales = tl.load(start + width + group, mask=seen[:, None] & (group < width // 32), other=0)
-        groups = tl.reshape(math.e4m3_value(codes), (base.shape[0], padded // 32, 32))
-        values = (groups * math.e8m0_value(scales)[:, :, None]).to(tl.bfloat16)
+        scales = math.e8m0_value(scales).to(tl.bfloat16)[:, :, None]
+        values = _scaled_e4m3(tl.reshape(codes, (base.shape[0], padded // 32, 32)), scales)
         return tl.reshape(values, (base.shape[0], padded))
     else:
         pair = tl.arange(0, padded // 2)[None, :]
         group = tl.arange(0, padded // 16)[None, :]
         pairs = tl.load(start + pair, mask=seen[:, None] & (pair < width // 2), other=0)
         scales = tl.load(start + width // 2 + group, mask=seen[:, None] & (group < width // 16), other=0)
-        pairs = tl.reshape(pairs, (base.shape[0], padded // 16, 8))
-        factor = math.e4m3_value(scales)[:, :, None]
-        low = (math.e2m1_value(pairs & 15) * factor).to(tl.bfloat16)
-        high = (math.e2m1_value(pairs >> 4) * factor).to(tl.bfloat16)
-        return tl.reshape(tl.join(low, high), (base.shape[0], padded))
+        scales = math.e4m3_value(scales).to(tl.bfloat16)[:, :, None]
+        even, odd = _scaled_e2m1(tl.reshape(pairs, (base.shape[0], padded // 16, 8)), scales)
+        return tl.reshape(tl.join(even, odd), (base.shape[0], padded))
 
 
 @triton.jit
@@ -265,9 +344,9 @@ def _launch(
     expect_dtype("step_kv", step_kv, torch.bfloat16)
     expect_dtype("sinks", sinks, torch.float32)
     count, heads, width = queries.shape
-    ring_kind = _kind("window", window, width)
+    ring_kind = _kind("window", window, width, "a8")
     # A call without global KV runs the same kernel, with empty lists.
-    pages_kind = min(2 * ring_kind, GLOBAL) if pages is None else _kind("global_kv", pages, width)
+    pages_kind = 2 * ring_kind if pages is None else _kind("global_kv", pages, width, "q4k")
     queries, step_kv = queries.contiguous(), step_kv.contiguous()
     lists = None if lists is None else lists.contiguous()
     list_width = 0 if lists is None else lists.shape[1]
@@ -304,15 +383,14 @@ def _launch(
     return out
 
 
-def _kind(name: str, cache: CacheView, width: int) -> int:
-    """The kind of a cache's records; a ValueError for a cache that the kernel cannot read."""
-    kinds = {PlainCodec: PLAIN, WindowCodec: WINDOW, GlobalKvCodec: GLOBAL}
-    kind = kinds.get(type(cache.codec))
-    if kind is None:
-        raise ValueError(f"{name} has the codec {cache.codec}: expected a plain one or that of window or global KV")
+def _kind(name: str, cache: CacheView, width: int, packed: str) -> int:
+    """The kind of a cache's records, plain ones or ``packed``; a ValueError for a cache that the kernel cannot read."""
+    if cache.codec.kind not in ("plain", packed):
+        raise ValueError(f"{name} has records of kind {cache.codec.kind}: expected plain or {packed}")
     if cache.codec.width != width:
         raise ValueError(f"{name} has rows of {cache.codec.width} values: expected {width}")
-    expect_dtype(name, cache.storage, torch.bfloat16 if kind == PLAIN else torch.uint8)
+    kind = KINDS[cache.codec.kind]
+    expect_dtype(name, cache.storage, torch.uint8 if kind else torch.bfloat16)
     if not cache.storage[0].is_contiguous() or (cache.table.stride(-1) != 1 and cache.table.shape[1] > 1):
         raise ValueError(f"{name} has strides {cache.storage.stride()}: expected the records of a block in a row")
-    return int(kind)
+    return kind
