@@ -1,0 +1,84 @@
+"""The engine on two GPUs, TP 2: the same tokens on both ranks, stock and specialized, and what a lost rank does."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_cases import CLOSE_CALL, behind_the_best
+from quickseek.checkpoint.miniature import write_miniature
+from quickseek.errors import RankFailure
+from quickseek.llm import LLM
+from quickseek.model.causal_lm import load_model
+from quickseek.numerics import Numerics
+from quickseek.parallel.launch import spawn
+from quickseek.parallel.world import World
+from quickseek.sampling_params import SamplingParams
+
+pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+OPTIONS: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 4}
+OPTIONS |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
+PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 120)]
+CYCLES = int(os.environ.get("QUICKSEEK_CYCLES", "1000"))
+
+
+def serve(world: World, directory: str, backend: str, drafts: int) -> dict[str, Any]:
+    """Answers and what ran."""
+    llm = LLM(directory, world=world, decode_backend=backend, num_speculative_tokens=drafts, **OPTIONS)
+    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    graphs = llm.runner.graphs
+    assert graphs is not None
+    rounds = 0
+    while graphs.replays < CYCLES:
+        again = llm.generate(PROMPTS[rounds % 3 :], params)
+        assert [o.token_ids for o in again] == [o.token_ids for o in outputs[rounds % 3 :]] or rounds % 3, rounds
+        rounds += 1
+    return {
+        "tokens": [output.token_ids for output in outputs],
+        "errors": [output.error for output in outputs],
+        "replays": graphs.replays,
+        "specialized": llm.executor is not None and llm.executor.runs > 0,
+        "map": llm.model.backbone.hashes.token_map.cpu(),
+    }
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("backend", ["stock", "latency_specialized"])
+def test_ranks_take_the_same_tokens_and_the_reference_could_have(tmp_path: Path, backend: str, drafts: int) -> None:
+    if backend == "latency_specialized":
+        pytest.importorskip("cutlass")
+    directory = tmp_path / "tiny-tp"
+    write_miniature(directory, "tiny-tp")
+    first, second = spawn(serve, 2, str(directory), backend, drafts, device="cuda", timeout_s=200)
+    assert first["tokens"] == second["tokens"] and first["errors"] == [None] * len(PROMPTS)
+    assert first["replays"] >= CYCLES and first["specialized"] == (backend == "latency_specialized")
+    model, _ = load_model(directory, Numerics.trained())
+    model.set_token_map(first["map"])
+    behind = behind_the_best(model, PROMPTS, first["tokens"])
+    print(f"{backend}, {drafts} drafts: {float((behind == 0).double().mean()):.1%}, at most {float(behind.max()):.2f}")
+    assert behind.max() < CLOSE_CALL and (behind == 0).double().mean() > 0.6
+    assert behind_the_best(model, PROMPTS, [answer[::-1] for answer in first["tokens"]]).max() > CLOSE_CALL
+
+
+def die(world: World, directory: str) -> None:
+    """Rank 1 ends without a word in the middle of its answers."""
+    llm = LLM(directory, world=world, decode_backend="latency_specialized", **OPTIONS)
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    for number, _ in enumerate(llm.stream(PROMPTS[0], params)):
+        if number == 20 and world.rank == 1:
+            os._exit(9)
+
+
+def test_a_rank_that_dies_ends_the_other_with_a_message_that_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    directory = tmp_path / "tiny-tp"
+    write_miniature(directory, "tiny-tp")
+    begun = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1"):
+        spawn(die, 2, str(directory), device="cuda", timeout_s=120)
+    assert time.monotonic() - begun < 110
