@@ -50,8 +50,8 @@ def backbone(
 ) -> States:
     """States of token ids int64 [B, T] at positions 0..T-1.
 
-    ``dropout`` of every sublayer's output; ``taught``: sequences whose dense attention teaches the indexers. Without
-    ``rotation`` the turns are computed here.
+    ``dropout`` of every sublayer's output; ``taught``: sequences whose dense attention teaches the indexers.
+    ``rotation``: turns of at least T positions; None computes them here.
     """
     faults = Faults() if faults is None else faults
     batch, length = ids.shape
@@ -59,6 +59,7 @@ def backbone(
     dtype = embedded.dtype
     if rotation is None:
         rotation = turns(config, length, wide_dtype(dtype), ids.device)
+    rotation = {reads: turn[:length] for reads, turn in rotation.items()}
     shared = Shared(rotation, rounding, taught, faults)
     rows = hashing.rows(ids)
     streams, pre = mhc_reference.first_streams(embedded.flatten(0, 1), config.hc_mult)
@@ -69,7 +70,7 @@ def backbone(
         prefix = f"layers.{layer}."
         if layer in config.engram_layer_ids and not faults.engram:
             hashed = rows[config.engram_layer_ids.index(layer)].flatten(0, 1)
-            streams = remember(config, values, layer, hashed, streams, rounding)
+            streams = remember(config, values, layer, hashed, streams, rounding, dropout)
         if layer in config.dspark_target_layer_ids:
             aux[layer] = mhc_reference.stream_mean(streams)
 

@@ -166,7 +166,7 @@ def prepare(directory: Path, vocab_size: int) -> dict[str, int]:
     for name, texts in (("train", train), ("heldout", test)):
         (directory / f"{name}.txt.gz").write_bytes(gzip.compress(DOCUMENT_BREAK.join(texts).encode(), mtime=0))
     ids = {"train": encode(tokenizer, train), "heldout": encode(tokenizer, test)}
-    np.savez_compressed(directory / "tokens.npz", **ids)
+    np.savez_compressed(directory / "tokens.npz", train=ids["train"], heldout=ids["heldout"])
     sizes = {f"{name}_tokens": len(value) for name, value in ids.items()}
     sizes |= {"train_bytes": len("".join(train).encode()), "heldout_bytes": len("".join(test).encode())}
     (directory / "sizes.json").write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miniature.rounding import Rounding
+from miniature.sinkhorn import sinkhorn
 from quickseek.config import ModelConfig
 from quickseek.numerics import wide_dtype
 from quickseek.ops.engram import reference as engram_reference
@@ -60,6 +61,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 # ---------------------------------------------------------------------------------------------- streams
 
 
+def coefficients(config: ModelConfig, values: Values, name: str, streams: Tensor) -> mhc_reference.Mixes:
+    """Mixing coefficients of a sublayer of streams [N, n, H] (spec 5.2)."""
+    n, eps = config.hc_mult, config.hc_eps
+    z = streams.flatten(1).to(wide_dtype(streams.dtype))
+    projected = F.linear(z, values[f"{name}_fn"]) * torch.rsqrt(z.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+    pre, post, comb = projected.split((n, n, n * n), -1)
+    scale, base = values[f"{name}_scale"], values[f"{name}_base"]
+    pre = torch.sigmoid(pre * scale[0] + base[:n]) + eps
+    post = 2 * torch.sigmoid(post * scale[1] + base[n : 2 * n])
+    comb = torch.softmax((comb * scale[2] + base[2 * n :]).unflatten(-1, (n, n)), -1) + eps
+    return mhc_reference.Mixes(pre, post, sinkhorn(comb, eps, config.hc_sinkhorn_iters))
+
+
 def hyper_connected(
     config: ModelConfig, values: Values, name: str, norm: str, streams: Tensor, pre: Tensor, sublayer: Sublayer
 ) -> tuple[Tensor, Tensor]:
@@ -67,16 +81,7 @@ def hyper_connected(
 
     ``name``: "layers.3.hc_attn" and the like; ``norm``: the weight of the sublayer's norm. ``sublayer`` maps [N, H].
     """
-    mixes = mhc_reference.coefficients(
-        streams,
-        values[f"{name}_fn"],
-        values[f"{name}_scale"],
-        values[f"{name}_base"],
-        config.rms_norm_eps,
-        config.hc_eps,
-        config.hc_sinkhorn_iters,
-        config.hc_mult,
-    )
+    mixes = coefficients(config, values, name, streams)
     x = rms_norm(mhc_reference.collapse(streams, pre), values[norm], config.rms_norm_eps)
     return mhc_reference.post(streams, sublayer(x), mixes), mixes.pre
 
@@ -165,12 +170,13 @@ class Hashing:
 
 
 def remember(
-    config: ModelConfig, values: Values, layer: int, rows: Tensor, streams: Tensor, rounding: Rounding
+    config: ModelConfig, values: Values, layer: int, rows: Tensor, streams: Tensor, rounding: Rounding, dropout: float
 ) -> Tensor:
     """Streams [N, n, H] with the gated memory of table rows [N, columns] added (spec 8.4)."""
     prefix = f"layers.{layer}.engram."
     table = values[f"{prefix}embed.weight"]
     embedding = rounding.a8(F.embedding(rows, table)).flatten(1).to(streams.dtype)
+    embedding = F.dropout(embedding, dropout, dropout > 0)
     key_value = F.linear(embedding, values[f"{prefix}wkv.weight"])
     alive = torch.zeros(streams.shape[0], dtype=torch.bool, device=streams.device)
     return engram_reference.inject(
