@@ -162,21 +162,21 @@ def _fold(keys, seen, queries, largest, total, mixed, scale):
 # ---------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["heads", "tiles", "ring_tiles", "step_tiles"])
+@triton.jit(do_not_specialize=["heads", "tiles", "ring_tiles", "step_tiles", "window_size", "block_rows"])
 def _attend(
     queries, step_kv, positions, requests, starts, oldest, ring, ring_table, pages, pages_table, lists, sinks,
     out, part_largest, part_total, part_mixed,
-    heads, tiles, ring_tiles, step_tiles, list_width, scale,
+    heads, tiles, ring_tiles, step_tiles, list_width, window_size, block_rows, scale,
     ring_stride, ring_rows, ring_table_stride, pages_stride, pages_rows, pages_table_stride,
     width: tl.constexpr, padded: tl.constexpr, head_block: tl.constexpr, tile_size: tl.constexpr,
-    window_size: tl.constexpr, block_rows: tl.constexpr, ring_kind: tl.constexpr, pages_kind: tl.constexpr,
-    split: tl.constexpr,
+    ring_kind: tl.constexpr, pages_kind: tl.constexpr, in_blocks: tl.constexpr, split: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``tiles * program_id(1)`` and on of row program_id(0), for ``head_block`` heads.
 
     ``ring_tiles`` of window positions in the ring, ``step_tiles`` of rows of this step, then those of the list; tiles
-    in which the row sees nothing are skipped. ``block_rows`` 0: a step's row, which sees itself and what is before it.
-    Else: a row of a draft block, which sees the window up to its request's last position, and all rows of its block.
+    in which the row sees nothing are skipped. Not ``in_blocks``: a step's row, which sees itself and what is before it.
+    Else: a row of a draft block of ``block_rows``, which sees the window up to its request's last position, and all
+    rows of its block.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(2) * head_block + tl.arange(0, head_block)
@@ -185,7 +185,7 @@ def _attend(
     place = (row * heads + head[:, None]) * width + channel[None, :]
     query = tl.trans(tl.load(queries + place, mask=at_head, other=0.0))
 
-    if block_rows == 0:
+    if not in_blocks:
         request = tl.load(requests + row)
         position = tl.load(positions + row)
         start = tl.load(starts + request)
@@ -198,7 +198,7 @@ def _attend(
         request = tl.load(requests + block)
         position = tl.load(positions + block)
         ring_first, ring_end = tl.maximum(position - window_size + 1, 0), position + 1
-        step_count = tl.full((), block_rows, tl.int64)
+        step_count = tl.cast(block_rows, tl.int64)
         step_first = block * block_rows
     ring_base = tl.load(ring_table + request * ring_table_stride) * ring_stride
     ring_record: tl.constexpr = width + width // 32 if ring_kind == 1 else width
@@ -368,11 +368,12 @@ def _launch(
     _attend[(count, parts, groups)](
         queries, step_kv, positions, requests, starts, oldest, window.storage, window.table, other.storage,
         other.table, requests if lists is None else lists, sinks, out, largest, total, mixed,
-        heads, each, ring_tiles, step_tiles, list_width, width**-0.5,
+        heads, each, ring_tiles, step_tiles, list_width, window_size, block_rows, width**-0.5,
         window.storage.stride(0), window.block_rows, window.table.stride(0),
         other.storage.stride(0), other.block_rows, other.table.stride(0),
-        width=width, padded=padded, head_block=head_block, tile_size=TILE, window_size=window_size,
-        block_rows=block_rows, ring_kind=ring_kind, pages_kind=pages_kind, split=parts > 1, num_warps=8, num_stages=1,
+        width=width, padded=padded, head_block=head_block, tile_size=TILE,
+        ring_kind=ring_kind, pages_kind=pages_kind, in_blocks=block_rows > 0, split=parts > 1,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
     if parts > 1:
         channels = min(128, padded)
