@@ -22,11 +22,10 @@ from quickseek.ops.mhc.reference import Mixes
 from quickseek.ops.mhc.reference import first_streams as first_streams  # a view and a constant: nothing to compute
 
 _COPIES = 4
-_BLOCK_K = 128
 _FEW_ROWS = 64
 """Up to this many rows the weight is what is read; above it the streams are."""
-_LONG_RANGE = 2560
-"""Channels of a program where there are many rows."""
+_SHORT_RANGE, _LONG_RANGE = 128, 1280
+"""Channels of a program: all of them at once where rows are few."""
 
 
 @triton.jit(do_not_specialize=["rows", "length", "splits"])
@@ -198,11 +197,11 @@ def coefficients(
     if rows == 0:
         return mixes
     few = rows <= _FEW_ROWS
-    length, block_t = (_BLOCK_K, 16) if few else (_LONG_RANGE, 32)
+    length, block_t, block_k, warps = (_SHORT_RANGE, 16, 128, 4) if few else (_LONG_RANGE, 32, 64, 8)
     splits = triton.cdiv(channels, length)
     parts = empty(rows, fn.shape[0] + 1, splits)
     _project[(splits, triton.cdiv(rows, block_t))](
-        streams.contiguous(), fn.contiguous(), parts, rows, channels, length, splits, block_t, _BLOCK_K, num_warps=4
+        streams.contiguous(), fn.contiguous(), parts, rows, channels, length, splits, block_t, block_k, num_warps=warps
     )
     block = triton.next_power_of_2(splits)
     _mix[(rows,)](
