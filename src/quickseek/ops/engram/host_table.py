@@ -97,12 +97,13 @@ def missing(wanted: Iterable[Range], taken: Iterable[Range], most: int = RANGE_B
 
 def _register(start: int, stop: int, total: int) -> None:
     runtime = torch.cuda.cudart()
-    # Read-only first: pages of a file that may not be written can be locked in no other way.
+    # Read-only first: pages of a file that may not be written can be locked in no other way, and pages of a private
+    # mapping are copied by a lock for writing.
     for flags in (_PORTABLE | _READ_ONLY, _PORTABLE):
         code = int(runtime.cudaHostRegister(start, stop - start, flags))
         if code == 0:
             return
-    _forget_error()
+        _forget_error()
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
     reason = runtime.cudaGetErrorString(runtime.cudaError(code))
@@ -115,4 +116,4 @@ def _register(start: int, stop: int, total: int) -> None:
 def _forget_error() -> None:
     """A refused call leaves its error for the next launch to report."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+        torch.ones(1, device="cuda").add_(1)
