@@ -23,33 +23,34 @@ PLAIN_VALUES = (*FLOAT_VALUES, torch.int32, torch.int64)
 
 
 @triton.jit
-def _offsets(GROUP: tl.constexpr):
-    """Offsets of this program's values, [groups, GROUP]."""
-    first = tl.program_id(0).to(tl.int64) * VALUES
-    return first + tl.arange(0, VALUES // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+def _places(GROUP: tl.constexpr):
+    """Numbers of this program's groups, [groups], and offsets of their values, [groups, GROUP]."""
+    group = tl.program_id(0).to(tl.int64) * (VALUES // GROUP) + tl.arange(0, VALUES // GROUP)
+    return group, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
-@triton.jit(do_not_specialize=["size"])
-def _fake(x, out, size, KIND: tl.constexpr, GROUP: tl.constexpr):
-    offsets = _offsets(GROUP)
-    groups = tl.load(x + offsets, mask=offsets < size, other=0.0).to(tl.float32)
+@triton.jit(do_not_specialize=["count"])
+def _fake(x, out, count, KIND: tl.constexpr, GROUP: tl.constexpr):
+    group, offsets = _places(GROUP)
+    inside = (group < count)[:, None]
+    groups = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if KIND == "a8":
         values = math.fake_quantize_a8(groups)
     elif KIND == "q4i":
         values = math.fake_quantize_q4i(groups)
     else:
         values = math.fake_quantize_q4k(groups)
-    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=offsets < size)
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _a8(x, codes, scales, size):
-    offsets = _offsets(32)
-    groups = tl.load(x + offsets, mask=offsets < size, other=0.0).to(tl.float32)
+@triton.jit(do_not_specialize=["count"])
+def _a8(x, codes, scales, count):
+    group, offsets = _places(32)
+    inside = (group < count)[:, None]
+    groups = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     exponent = math.a8_exponent(groups)
-    tl.store(codes + offsets, math.a8_bytes(groups, exponent), mask=offsets < size)
-    group = tl.program_id(0).to(tl.int64) * (VALUES // 32) + tl.arange(0, VALUES // 32)
-    tl.store(scales + group, exponent.to(tl.uint8), mask=group * 32 < size)
+    tl.store(codes + offsets, math.a8_bytes(groups, exponent), mask=inside)
+    tl.store(scales + group, exponent.to(tl.uint8), mask=group < count)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "size"])
@@ -68,7 +69,7 @@ def _run_fake(x: Tensor, kind: str, group: int) -> Tensor:
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        _fake[(triton.cdiv(x.numel(), VALUES.value),)](x, out, x.numel(), KIND=kind, GROUP=group, num_warps=4)
+        _fake[(triton.cdiv(x.numel(), VALUES.value),)](x, out, x.numel() // group, KIND=kind, GROUP=group, num_warps=4)
     return out
 
 
@@ -78,7 +79,7 @@ def quantize_a8(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(*x.shape[:-1], x.shape[-1] // formats.BLOCK, dtype=torch.uint8, device=x.device)
     if x.numel():
-        _a8[(triton.cdiv(x.numel(), VALUES.value),)](x, codes, scales, x.numel(), num_warps=4)
+        _a8[(triton.cdiv(x.numel(), VALUES.value),)](x, codes, scales, scales.numel(), num_warps=4)
     return codes.view(torch.float8_e4m3fn), scales
 
 
