@@ -22,6 +22,19 @@ def test_a_request_without_rows_is_refused(counts: list[int]) -> None:
         StepRows.build([0] * len(counts), counts)
 
 
+@pytest.mark.parametrize(("starts", "count"), [([5], 6), ([5, 0, 9], 1), ([5, 0, 9], 4)])
+def test_uniform_rows_are_those_of_a_built_step_and_lie_in_memory_one_after_another(
+    starts: list[int], count: int
+) -> None:
+    rows, expected = StepRows.uniform(torch.tensor(starts), count, 99), StepRows.build(starts, [count] * len(starts))
+    for name in ("positions", "requests", "first_rows", "starts", "ends"):
+        assert torch.equal(getattr(rows, name), getattr(expected, name)), name
+        # Kernels read them by the row's number.
+        assert getattr(rows, name).stride() == (1,), name
+    assert (rows.max_rows, rows.max_length) == (count, 99)
+    assert not torch.equal(StepRows.uniform(torch.tensor(starts), count + 1, 99).positions, expected.positions)
+
+
 def test_selected_rows_are_a_step_that_begins_later() -> None:
     rows = StepRows.build([0, 7, 3], [4, 3, 1])
     starts = torch.tensor([2, 8, 3])

@@ -54,7 +54,7 @@ class StepRows:
         return cls(
             positions=(starts.unsqueeze(1) + steps).flatten(),
             # Not repeat_interleave: it may wait for the device to learn how long its result is.
-            requests=requests.unsqueeze(1).expand(-1, count).flatten(),
+            requests=requests.unsqueeze(1).expand(-1, count).contiguous().flatten(),
             first_rows=requests * count,
             starts=starts,
             ends=starts + count,
