@@ -66,9 +66,11 @@ def targets(ids: Tensor) -> Tensor:
     return torch.where((following == ASSISTANT) | (following == USER) | (following == THINK_END), IGNORED, following)
 
 
-def held_out_windows(text: Text, length: int, count: int) -> Tensor:
-    """Ids [windows, length] of the first ``count`` consecutive windows of the held-out text, each after BOS."""
+def held_out_windows(held_out: Tensor, length: int, count: int) -> Tensor:
+    """Ids [windows, length] of ``count`` windows spread evenly over the held-out ids, or of all; each after BOS."""
     stride = length - 1
-    count = min(count, len(text.held_out) // stride)
-    windows = text.held_out[: count * stride].view(count, stride)
+    total = len(held_out) // stride
+    windows = held_out[: total * stride].view(total, stride)
+    if count < total:
+        windows = windows[torch.arange(count, device=held_out.device) * total // count]
     return torch.nn.functional.pad(windows, (1, 0), value=BEGIN)

@@ -23,7 +23,7 @@ AT_ONCE = 32
 @torch.no_grad()
 def held_out(setting: Setting, weights: Weights, text: Text, context: int, count: int) -> dict[str, float]:
     """Bits per byte and perplexity of ``count`` windows of held-out text, not rounded and rounded."""
-    windows = held_out_windows(text, context + 1, count)
+    windows = held_out_windows(text.held_out, context + 1, count)
     per_token = text.held_out_bytes / len(text.held_out)
     figures = {}
     for name, rounding in (("held_out", Rounding(on=False)), ("held_out_rounded", Rounding(on=True))):
@@ -44,7 +44,7 @@ def draft_lengths(
     setting: Setting, frozen: Values, weights: Weights, text: Text, context: int, count: int
 ) -> dict[str, float]:
     """Mean accepted drafts on held-out text, the target's context being that text (not what it would write)."""
-    ids = held_out_windows(text, context, min(count, AT_ONCE))
+    ids = held_out_windows(text.held_out, context, min(count, AT_ONCE))
     generator = torch.Generator().manual_seed(0)
     seed = torch.rand(ids.shape[0], setting.anchors, generator=generator).to(ids.device)
     figures = acceptance(setting, frozen, weights, ids, Rounding(on=True), seed).figures

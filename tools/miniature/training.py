@@ -142,6 +142,8 @@ class Stepper:
             return self.figures
         if self.graph is None:
             self._drop_gradients()
+            # The capture allocates from a pool of its own: what the eager steps held must be free for it.
+            torch.cuda.empty_cache()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.figures = self._step(self.inputs)

@@ -12,7 +12,15 @@ from miniature.rounding import Rounding
 from quickseek.checkpoint.inventory import inventory, is_engram_table
 from quickseek.checkpoint.recipe import logical_shape
 from quickseek.config import ModelConfig
-from quickseek.formats import quantize_a8, quantize_fp4_rows, quantize_fp8_blocks
+from quickseek.formats import (
+    dequantize_a8,
+    dequantize_fp4_rows,
+    dequantize_fp8_blocks,
+    quantize_a8,
+    quantize_fp4_rows,
+    quantize_fp8_blocks,
+)
+from quickseek.model.loader import WeightSource
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight")
 
@@ -73,6 +81,24 @@ def checkpoint_tensors(config: ModelConfig, weights: Weights) -> Iterator[tuple[
             yield f"{base}.scale", scales
         else:
             yield name, weight.to(torch.bfloat16 if kind.stored == "BF16" else torch.float32)
+
+
+def from_stored(config: ModelConfig, checkpoint: WeightSource) -> dict[str, Tensor]:
+    """fp32 parameters with the values of stored tensors, such as those of an open checkpoint."""
+    found = {}
+    for name, kind in kinds(config).items():
+        base = name.removesuffix(".weight")
+        if kind.stored == "FP4":
+            prefix, matrix = base.rsplit(".", 1)
+            names = [f"{prefix}.{expert}.{matrix}" for expert in range(kind.shape[0])]
+            pairs = [(checkpoint.read(f"{n}.weight"), checkpoint.read(f"{n}.scale")) for n in names]
+            found[name] = torch.stack([dequantize_fp4_rows(*pair, dtype=torch.float32) for pair in pairs])
+        elif kind.stored in ("FP8", "table"):
+            rule = dequantize_a8 if kind.stored == "table" else dequantize_fp8_blocks
+            found[name] = rule(checkpoint.read(name), checkpoint.read(f"{base}.scale"), torch.float32)
+        else:
+            found[name] = checkpoint.read(name).to(torch.float32)
+    return found
 
 
 def values(

@@ -1,0 +1,114 @@
+"""Figures of a finished miniature, from its packed checkpoint on a CPU: text, mechanisms, drafts."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from miniature.attention import Faults
+from miniature.backbone import backbone, logits
+from miniature.layers import Hashing
+from miniature.rounding import Rounding
+from miniature.weights import from_stored, values
+from quickseek import LLM, SamplingParams
+from quickseek.checkpoint.reader import Checkpoint
+from quickseek.config import ModelConfig
+from quickseek.model.causal_lm import load_model
+from quickseek.model.state import ContiguousState
+from quickseek.numerics import Numerics
+from quickseek.tokenizer.compressed_ids import compressed_id_table
+from quickseek.tokenizer.tokenizer import Tokenizer
+
+ABLATIONS = {
+    "whole": Faults(),
+    "without the n-gram memory": Faults(engram=True),
+    "without global KV": Faults(global_kv=True),
+    "without the candidate filter": Faults(candidates=True),
+    "with the first stream for every sublayer": Faults(pre=True),
+}
+AT_ONCE = 8
+
+
+class Scorer:
+    """Losses of token windows under the whole-sequence forward, exact in fp32."""
+
+    def __init__(self, directory: Path) -> None:
+        checkpoint = Checkpoint.open(directory)
+        self.config: ModelConfig = checkpoint.config
+        tokenizer = Tokenizer.from_directory(directory, vocab_size=self.config.vocab_size)
+        self.hashing = Hashing.of(self.config, compressed_id_table(tokenizer, self.config.vocab_size))
+        weights = from_stored(self.config, checkpoint)
+        self.values = values(self.config, weights, torch.float32, Rounding(on=False), draft=False)
+
+    @torch.no_grad()
+    def losses(self, windows: Tensor, faults: Faults | None = None) -> Tensor:
+        """Nats [windows, T - 1] of each token of ids [windows, T] after the first."""
+        return torch.cat([self._losses(ids, faults) for ids in windows.split(AT_ONCE)])
+
+    def _losses(self, ids: Tensor, faults: Faults | None) -> Tensor:
+        states = backbone(self.config, self.values, self.hashing, ids[:, :-1], Rounding(on=False), faults=faults)
+        scores = logits(self.values, states.hidden)
+        return F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
+
+
+@torch.no_grad()
+def stock_losses(directory: Path, windows: Tensor, numerics: Numerics) -> Tensor:
+    """Nats [windows, T - 1] under the stock model, one prompt at a time."""
+    model, checkpoint = load_model(directory, numerics)
+    config = checkpoint.config
+    tokenizer = Tokenizer.from_directory(directory, vocab_size=config.vocab_size)
+    model.set_token_map(compressed_id_table(tokenizer, config.vocab_size))
+    length = windows.shape[1] - 1
+    state = ContiguousState(config, numerics, max_requests=1, max_length=length)
+    found = []
+    for ids in windows:
+        slot = state.acquire()
+        context = state.context([slot], [length], num_prefills=1)
+        hidden = model.backbone(ids[:-1], context.rows.positions, context=context)
+        assert isinstance(hidden, Tensor)
+        found.append(F.cross_entropy(model.logits(hidden), ids[1:], reduction="none"))
+        state.release(slot)
+    return torch.stack(found)
+
+
+def perplexity(losses: Tensor) -> float:
+    """Of a mean over tokens."""
+    return math.exp(float(losses.double().mean()))
+
+
+def ablations(scorer: Scorer, windows: Tensor) -> Iterator[tuple[str, float, float]]:
+    """Name, perplexity, and its standard error over windows, for the whole model and for each mechanism left out."""
+    for name, faults in ABLATIONS.items():
+        losses = scorer.losses(windows, faults).double()
+        spread = float(losses.mean(1).std()) / math.sqrt(losses.shape[0])
+        yield name, perplexity(losses), perplexity(losses) * spread
+
+
+# ---------------------------------------------------------------------------------------------- drafts
+
+
+def accepted_lengths(
+    directory: Path, prompts: list[list[int]], *, temperature: float, method: str, mode: str, max_tokens: int
+) -> dict[str, object]:
+    """Mean accepted drafts of five and acceptance by position, over what the engine writes after ``prompts``.
+
+    ``at``: how often each draft of a block was accepted, which needs all before it.
+    """
+    llm = LLM(directory, num_speculative_tokens=5, draft_sample_method=method, mode=mode)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    cycles = sum(output.drafted for output in outputs) / 5
+    at = [0] * 5
+    for output in outputs:
+        for position, count in enumerate(output.accepted_at):
+            at[position] += count
+    return {
+        "mean_accepted": round(sum(output.accepted for output in outputs) / cycles, 3),
+        "at": [round(count / cycles, 3) for count in at],
+        "cycles": round(cycles),
+        "tokens": sum(len(output.token_ids) for output in outputs),
+        "text": outputs[0].text,
+    }
