@@ -227,7 +227,7 @@ def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
 
     A draw in a cell of probability 0 gives 0.
     """
-    observed, chance = counts.to(torch.float64), probabilities.to(torch.float64)
+    observed, chance = counts.cpu().to(torch.float64), probabilities.cpu().to(torch.float64)
     if bool((observed[chance == 0] > 0).any()):
         return 0.0
     expected = chance / chance.sum() * observed.sum()
