@@ -1,0 +1,52 @@
+"""Figures of a miniature come from the same model that users run, and a missing mechanism shows in them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compare import relative_error
+from miniature import report
+from miniature.data import held_out_windows
+from model_helpers import prompt
+from quickseek.checkpoint.miniature import write_miniature
+from quickseek.numerics import Numerics
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    write_miniature(path, "tiny")
+    return path
+
+
+def test_the_whole_sequence_losses_are_the_stock_models(directory: Path) -> None:
+    windows = torch.stack([prompt(41), prompt(41, 2), prompt(41, 3)])
+    ours = report.Scorer(directory).losses(windows)
+    stock = report.stock_losses(directory, windows, Numerics.exact())
+    assert relative_error(ours, stock) < 1e-4
+    assert relative_error(ours, stock.roll(1, 0)) > 1e-2
+    trained = report.stock_losses(directory, windows, Numerics.trained())
+    assert 1e-4 < relative_error(trained, stock) < 0.3
+
+
+def test_every_ablation_differs_from_the_whole_model(directory: Path) -> None:
+    windows = prompt(60)[None].repeat(2, 1)
+    found = {name: value for name, value, _ in report.ablations(report.Scorer(directory), windows)}
+    assert len(found) == 5 and len(set(found.values())) == 5
+
+
+def test_accepted_lengths_count_what_the_engine_accepted(directory: Path) -> None:
+    found = report.accepted_lengths(
+        directory, [prompt(9).tolist()], temperature=0.0, method="greedy", mode="exact", max_tokens=12
+    )
+    at = found["at"]
+    assert isinstance(at, list) and len(at) == 5 and at == sorted(at, reverse=True)
+    assert found["mean_accepted"] == pytest.approx(sum(at), abs=2e-3)
+    assert found["tokens"] == 12
+
+
+def test_windows_are_spread_over_the_held_out_text() -> None:
+    windows = held_out_windows(torch.arange(10, 110), 11, 3)
+    assert windows[:, 0].tolist() == [0, 0, 0] and windows[:, 1].tolist() == [10, 40, 70]
+    assert held_out_windows(torch.arange(10, 110), 11, 99).shape == (10, 11)
