@@ -62,6 +62,48 @@ def test_mixed_calls_agree_in_bits_and_with_float64() -> None:
     assert spawn(mixed_calls, 2, device="cuda", timeout_s=120) == [0, 0]
 
 
+def unfused(instance: AllReduceMHC) -> AllReduceMHC:
+    """The same collective, in the form of publish and collect at any number of rows."""
+    from quickseek.ops.collectives.all_reduce import FusedAllReduceMHC
+
+    implementation = instance.implementation
+    assert isinstance(implementation, FusedAllReduceMHC)
+    chosen = replace(implementation.thresholds, fused_rows=0)
+    instance.implementation = FusedAllReduceMHC(instance.shape, implementation.fabric, chosen)
+    return instance
+
+
+def compare_forms(world: World) -> tuple[list[str], list[str]]:
+    """The calls whose results differ between ranks or forms, and those noticed with a bit flipped on purpose."""
+    fused, two_shot = build(world, 384, two_shot_rows=385), build(world, 384, two_shot_rows=1)
+    instances = (fused, unfused(build(world, 384, two_shot_rows=385)), two_shot)
+    wrong, noticed = [], []
+    for rows in (1, 64, 79, 80, 81, 128, 200, 384):
+        for kind in KINDS:
+            for finalize in (False, True):
+                case = make_case(2, rows, HIDDEN, STREAMS, rows, kind=kind, finalize=finalize)
+                results, copies = [], []
+                for instance in instances:
+                    results.append(one_call(instance, case, world.rank))
+                    copies.append([part.view(torch.uint8) for part in case.outputs[world.rank]] if case.outputs else [])
+                name = f"{rows} rows, {kind}, finalize {finalize}"
+                same = all(same_bits(results[0], result) for result in results) and across(world, results[0])
+                copied = all(torch.equal(a, b) for other in copies for a, b in zip(copies[0], other, strict=True))
+                if not (same and copied):
+                    wrong.append(name)
+                results[1][0].view(torch.int16)[-1, -1, -1] ^= 1
+                if not same_bits(results[0], results[1]):
+                    noticed.append(name)
+    for instance in instances:
+        instance.implementation.watchdog.check()
+    return wrong, noticed
+
+
+def test_all_forms_and_both_gpus_agree_in_bits() -> None:
+    for wrong, noticed in spawn(compare_forms, 2, device="cuda", timeout_s=120):
+        assert wrong == [] and len(noticed) == 48
+
+
 def adversarial(world: World) -> list[str]:
     """The contributions whose results differ between ranks, protocols or from float64; and a record for any wait."""
     instances = [build(world, 8, two_shot_rows=9, timeout_s=2.0), build(world, 8, two_shot_rows=1, timeout_s=2.0)]
