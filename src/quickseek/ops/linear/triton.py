@@ -79,6 +79,14 @@ def _few(
     # A tile of outputs lies in one block row of an FP8 weight.
     block_row = weight_scales + (group * outputs + first).to(tl.int64) // 32 * scales_stride
     sums = tl.zeros((PARTS, OUT, ROWS), tl.float32)
+    # Scales are single bytes, which the pipeline's asynchronous copies cannot take: they are loaded a step ahead here.
+    first_blocks = tl.arange(0, PARTS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    if KIND == "fp8":
+        next_scales = tl.load(block_row + first_blocks, mask=first_blocks * 32 < inner, other=0)
+    if INPUT == "codes":
+        x_scales_rows = x_scales + row[None, :, None] * x_scales_stride
+        place, inside = x_scales_rows + first_blocks[:, None, :], (first_blocks * 32 < inner)[:, None, :]
+        next_exponents = tl.load(place, mask=there[None, :, None] & inside, other=0)
     for start in range(0, inner, PARTS * PART):
         begins = start + tl.arange(0, PARTS) * PART
         k = begins[:, None, None] + tl.arange(0, PART)[None, None, :]
@@ -99,10 +107,12 @@ def _few(
             if KIND == "bf16":
                 sums = tl.dot(codes, tl.permute(taken, (0, 2, 1)), sums)
             else:
-                scales = tl.load(block_row + blocks, mask=block_here, other=0).to(tl.int32)[:, None, :]
+                ahead = blocks + PARTS * GROUPS
+                scale = next_scales.to(tl.int32)[:, None, :]
+                next_scales = tl.load(block_row + ahead, mask=ahead * 32 < inner, other=0)
                 if INPUT == "plain":
                     groups = tl.reshape(taken.to(tl.float32), (PARTS, ROWS, GROUPS, 32))
-                    groups *= tl.expand_dims(math.e8m0_value(scales), -1)
+                    groups *= tl.expand_dims(math.e8m0_value(scale), -1)
                     taken = tl.reshape(groups, (PARTS, ROWS, PART)).to(tl.bfloat16)
                     values = math.e4m3_value(codes).to(tl.bfloat16)
                     sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
@@ -111,22 +121,22 @@ def _few(
                         groups = tl.reshape(taken.to(tl.float32), (PARTS, ROWS, GROUPS, 32))
                         numbers, exponent = _a8_codes(groups)
                     else:
-                        place = x_scales + row[None, :, None] * x_scales_stride + blocks[:, None, :]
-                        exponent = tl.load(place, mask=there[None, :, None] & block_here[:, None, :], other=0)
-                        exponent = exponent.to(tl.int32)
+                        exponent = next_exponents.to(tl.int32)
+                        place, inside = x_scales_rows + ahead[:, None, :], (ahead * 32 < inner)[:, None, :]
+                        next_exponents = tl.load(place, mask=there[None, :, None] & inside, other=0)
                         numbers = tl.reshape(taken, (PARTS, ROWS, GROUPS, 32)).to(tl.float8e4nv, bitcast=True)
                     # A row's largest block scale multiplies the sum, what is left of the others' the codes. These are
                     # multiples of 2^-9, so FP16 holds them exactly unless scales differ by more than 2^15; beyond it
                     # cuts off below 2^-33 of the largest term (a group under A8's floor needs weights that far apart).
-                    nan = tl.max(((exponent == 255) | (scales == 255)).to(tl.int32), 2)
-                    exponent += scales
+                    nan = tl.max(((exponent == 255) | (scale == 255)).to(tl.int32), 2)
+                    exponent += scale
                     largest = tl.max(exponent, 2)
                     rest = _power(exponent - largest[:, :, None]).to(tl.float16)
                     numbers = numbers.to(tl.float16) * tl.expand_dims(rest, -1)
                     numbers = tl.permute(tl.reshape(numbers, (PARTS, ROWS, PART)), (0, 2, 1))
                     values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-                    scale = tl.where(nan != 0, float("nan"), _power(largest - 254))
-                    sums += tl.dot(values, numbers) * scale[:, None, :]
+                    factor = tl.where(nan != 0, float("nan"), _power(largest - 254))
+                    sums += tl.dot(values, numbers) * factor[:, None, :]
     place = out + row[None, :].to(tl.int64) * (outputs * tl.num_programs(1)) + weight_row[:, None]
     total = tl.sum(sums, 0).to(out.dtype.element_ty)
     tl.store(place, total, mask=here[:, None] & there[None, :])
