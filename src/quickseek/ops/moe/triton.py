@@ -90,18 +90,18 @@ def choose(
         added = tl.where(tl.load(image_rows + row) != 0, of_image, added)
     key = score + added
     bits = tl.where(key != key, float("inf"), key).to(tl.int32, bitcast=True)
-    # One number for a key and its expert: larger for a larger key, then for a lower expert.
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (BLOCK - 1 - expert)
-    nothing = tl.full((BLOCK,), -9223372036854775808, tl.int64)
+    # 32-bit integers in the order of the keys: a warp finds their maximum in one instruction.
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    nothing = tl.full((BLOCK,), -2147483648, tl.int32)
     order = tl.where(exists, order, nothing)
     slot = tl.arange(0, TOP_BLOCK)
     experts_chosen = tl.zeros((TOP_BLOCK,), tl.int32)
-    scores_chosen = tl.zeros((TOP_BLOCK,), tl.float32)
     for turn in tl.static_range(TOP):
-        best = BLOCK - 1 - (tl.max(order, 0) & 0x7FFFFFFF).to(tl.int32)
+        best = tl.min(tl.where(order == tl.max(order, 0), expert, BLOCK), 0)
         order = tl.where(expert == best, nothing, order)
         experts_chosen = tl.where(slot == turn, best, experts_chosen)
-        scores_chosen = tl.where(slot == turn, tl.sum(tl.where(expert == best, score, 0.0), 0), scores_chosen)
+    mine = (expert[:, None] == experts_chosen[None, :]) & (slot < TOP)[None, :]
+    scores_chosen = tl.sum(tl.where(mine, score[:, None], 0.0), 0)
     total = tl.sum(scores_chosen, 0) + weight_floor
     found = tl.div_rn(scores_chosen, tl.full((TOP_BLOCK,), 1.0, tl.float32) * total) * scale
     place = row.to(tl.int64) * TOP + slot
@@ -132,9 +132,11 @@ def route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows):
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
     if rows:
         grid = (triton.cdiv(experts, 32), triton.cdiv(rows, per_row_tile), splits)
+        # A decode step's program has all of its five chunks in flight.
         router_parts[grid](
-            x, weight, parts, rows, experts, hidden, chunks, LINES=32, ROWS=per_row_tile, num_warps=4, num_stages=4
-        )
+            x, weight, parts, rows, experts, hidden, chunks, LINES=32, ROWS=per_row_tile,
+            num_warps=4, num_stages=6 if rows <= 16 else 4,
+        )  # fmt: skip
         choose[(rows,)](
             parts, bias, image_bias, image_rows, chosen, weights, rows, experts, scale, temperature, WEIGHT_FLOOR,
             SPLITS=splits, TOP=top_k, TOP_BLOCK=triton.next_power_of_2(top_k),
