@@ -2,9 +2,10 @@
 
 ``coefficients`` is two launches. ``_project`` multiplies a tile of rows with a range of the channels, every program its
 own part of ``fn``: up to 64 rows the ranges are short, so that the 2 MB of ``fn`` come through many programs at once;
-beyond that they are long and the rows are what is read. The parts are summed in a fixed order by ``_mix``, one warp a
-row, which makes the gates and Sinkhorn's iterations in scalars, without a word between threads. Within either regime a
-row's bits depend on no other row and not on their number. ``_post`` and ``_collapse`` are one launch each.
+beyond that they are long and the rows are what is read. The parts are summed in a fixed order by ``_mix``, a program
+a row, which loads them all at once and makes Sinkhorn's iterations in scalars, without a word between threads. Within
+either regime a row's bits depend on no other row and not on their number. ``_post`` and ``_collapse`` are one launch
+each.
 
 Bytes: ``coefficients`` reads fn (FP32) and the streams; ``post`` reads n + 1 and writes n rows of H, ``collapse`` and
 ``stream_mean`` read n and write one. Weights that no kernel of a step writes: fn, scale, base.
@@ -28,9 +29,9 @@ _SHORT_RANGE, _LONG_RANGE = 128, 1280
 """Channels of a program: all of them at once where rows are few."""
 
 
-@triton.jit(do_not_specialize=["rows", "length", "splits"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _project(x, fn, parts, rows, channels, length, splits, block_t: tl.constexpr, block_k: tl.constexpr):
-    """parts [rows, 25, splits]: the 24 products of each row over one range of channels, and its sum of squares."""
+    """parts [rows, splits, 32]: the 24 products of each row over one range of channels, and its sum of squares."""
     split = tl.program_id(0)
     row = tl.program_id(1) * block_t + tl.arange(0, block_t)
     column = tl.arange(0, 32)
@@ -57,20 +58,14 @@ def _project(x, fn, parts, rows, channels, length, splits, block_t: tl.constexpr
         products = tl.dot(values, low, products)
         products = tl.dot(values, middle, products)
         products = tl.dot(values, high, products)
-    place = parts + row.to(tl.int64) * 25 * splits + split
-    tl.store(place[:, None] + column[None, :] * splits, products, mask=(row < rows)[:, None] & (column < 24)[None, :])
-    tl.store(place + 24 * splits, squares, mask=row < rows)
+    place = parts + (row.to(tl.int64) * splits + split)[:, None] * 32 + column[None, :]
+    tl.store(place, tl.where((column == 24)[None, :], squares[:, None], products), mask=(row < rows)[:, None])
 
 
 @triton.jit
-def _total(parts, number, splits, block: tl.constexpr):
-    split = tl.arange(0, block)
-    return tl.sum(tl.load(parts + number * splits + split, mask=split < splits, other=0.0))
-
-
-@triton.jit
-def _logit(parts, number, splits, factor, base, block: tl.constexpr):
-    return _total(parts, number, splits, block) * factor + tl.load(base + number)
+def _logit(totals, number, factor, base):
+    product = tl.sum(tl.where(tl.arange(0, 32) == number, totals, 0.0))
+    return product * factor + tl.load(base + number)
 
 
 @triton.jit
@@ -79,12 +74,12 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _softmax_row(parts, number, splits, factor, base, eps, block: tl.constexpr):
+def _softmax_row(totals, number, factor, base, eps):
     """Softmax of four neighbouring logits, plus epsilon."""
-    a = _logit(parts, number, splits, factor, base, block)
-    b = _logit(parts, number + 1, splits, factor, base, block)
-    c = _logit(parts, number + 2, splits, factor, base, block)
-    d = _logit(parts, number + 3, splits, factor, base, block)
+    a = _logit(totals, number, factor, base)
+    b = _logit(totals, number + 1, factor, base)
+    c = _logit(totals, number + 2, factor, base)
+    d = _logit(totals, number + 3, factor, base)
     largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - largest), tl.exp(b - largest), tl.exp(c - largest), tl.exp(d - largest)
     inverse = 1.0 / ((a + b) + (c + d))
@@ -118,18 +113,20 @@ def _store_row(place, a, b, c, d):
 def _mix(parts, scale, base, pre, post, comb, channels, splits, norm_eps, hc_eps, iterations, block: tl.constexpr):
     """The coefficients of one row from the parts of its projections; a row of comb is a source (spec 5.2)."""
     row = tl.program_id(0).to(tl.int64)
-    own = parts + row * 25 * splits
-    rho = tl.rsqrt(_total(own, 24, splits, block) / channels + norm_eps)
-    for copy in tl.static_range(4):
-        of_pre = _logit(own, copy, splits, rho * tl.load(scale), base, block)
-        tl.store(pre + row * 4 + copy, _sigmoid(of_pre) + hc_eps)
-        of_post = _logit(own, 4 + copy, splits, rho * tl.load(scale + 1), base, block)
-        tl.store(post + row * 4 + copy, 2.0 * _sigmoid(of_post))
+    split, number = tl.arange(0, block)[:, None], tl.arange(0, 32)
+    own = tl.load(parts + (row * splits + split) * 32 + number[None, :], mask=split < splits, other=0.0)
+    totals = tl.sum(own, 0)
+    rho = tl.rsqrt(tl.sum(tl.where(number == 24, totals, 0.0)) / channels + norm_eps)
+    # The first four columns are those of pre, the next four those of post.
+    rates = tl.where(number < 4, tl.load(scale), tl.load(scale + 1)) * rho
+    gates = _sigmoid(totals * rates + tl.load(base + number, mask=number < 8, other=0.0))
+    tl.store(pre + row * 4 + number, gates + hc_eps, mask=number < 4)
+    tl.store(post + row * 4 + number - 4, 2.0 * gates, mask=(number >= 4) & (number < 8))
     factor = rho * tl.load(scale + 2)
-    a0, a1, a2, a3 = _softmax_row(own, 8, splits, factor, base, hc_eps, block)
-    b0, b1, b2, b3 = _softmax_row(own, 12, splits, factor, base, hc_eps, block)
-    c0, c1, c2, c3 = _softmax_row(own, 16, splits, factor, base, hc_eps, block)
-    d0, d1, d2, d3 = _softmax_row(own, 20, splits, factor, base, hc_eps, block)
+    a0, a1, a2, a3 = _softmax_row(totals, 8, factor, base, hc_eps)
+    b0, b1, b2, b3 = _softmax_row(totals, 12, factor, base, hc_eps)
+    c0, c1, c2, c3 = _softmax_row(totals, 16, factor, base, hc_eps)
+    d0, d1, d2, d3 = _softmax_row(totals, 20, factor, base, hc_eps)
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = _columns(
         a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, hc_eps
     )
@@ -199,14 +196,15 @@ def coefficients(
     few = rows <= _FEW_ROWS
     length, block_t, block_k, warps = (_SHORT_RANGE, 16, 128, 4) if few else (_LONG_RANGE, 32, 64, 8)
     splits = triton.cdiv(channels, length)
-    parts = empty(rows, fn.shape[0] + 1, splits)
+    parts = empty(rows, splits, 32)
     _project[(splits, triton.cdiv(rows, block_t))](
-        streams.contiguous(), fn.contiguous(), parts, rows, channels, length, splits, block_t, block_k, num_warps=warps
-    )
+        streams.contiguous(), fn.contiguous(), parts, rows, channels, length, splits, block_t, block_k,
+        num_warps=warps, num_stages=1 if few else 3,  # a short range is a single step
+    )  # fmt: skip
     block = triton.next_power_of_2(splits)
     _mix[(rows,)](
         parts, scale, base, mixes.pre, mixes.post, mixes.comb, channels, splits, norm_eps, hc_eps, iterations, block,
-        num_warps=1,
+        num_warps=4,
     )  # fmt: skip
     return mixes
 
