@@ -6,8 +6,8 @@ Two launches, three where candidate blocks are published, one (or two) where sco
   width 128) into BF16 once and uses it for all rows of the request that see it; Q4i values and their products are
   exact in BF16, sums are FP32. Or ``score_candidates``: only the groups of each row's candidate blocks are read.
 - ``choose``: a node of the tree keeps the k best of CHUNK scores, the last of its siblings to arrive keeps the k best
-  of theirs, and so on to the root. Every node finds the k-th largest key by bisection over its bits, so that sets are
-  exact: ties go to the lowest group, NaN ranks above everything as in a descending sort, -inf is never chosen.
+  of theirs, and so on to the root. Every node searches for the k-th largest key by counting, so that sets are exact:
+  ties go to the lowest group, NaN ranks above everything as in a descending sort, -inf is never chosen.
 - ``every_visible``: the lists when no more groups exist than a list holds.
 
 Bytes that must move: the packed keys of the visible groups, once a request (once a row inside candidate blocks), and
@@ -31,7 +31,9 @@ from quickseek.ops.rows import StepRows
 
 SCRATCH_BYTES = 256 << 20
 """Scores and survivors of as many rows as fit in this are in memory at a time."""
-CHUNK = 4096
+GUESSES = tl.constexpr(12)
+"""Steps of a search by interpolation, before it goes on by halves."""
+CHUNK = 8192
 """Scores of a leaf of the selection tree; at least four times the members that a node keeps."""
 KEYS = 64
 """Keys that a program scores at a time."""
@@ -108,14 +110,16 @@ def unpacked(codes, scales):
 def key_tile(storage, table, group, inside, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
     """BF16 keys [n, WIDTH] of groups [n] behind one request's row of the block table; 0 where not ``inside``."""
     blocks = tl.load(table + group // BLOCK_ROWS, mask=inside, other=0)
-    places = blocks * BLOCK_ROWS + group % BLOCK_ROWS
+    # Neighbours may lie in blocks apart, and records of 17 or 68 bytes are multiples of no more than 4: Triton 3.6 takes
+    # them for multiples of 8 unless it is told.
+    places = tl.multiple_of(tl.max_contiguous(blocks * BLOCK_ROWS + group % BLOCK_ROWS, 1), 1)
     if PACKED:
         PARTS: tl.constexpr = WIDTH // 32
         records = (storage + places * (16 * PARTS + PARTS))[:, None]
         part = tl.arange(0, PARTS)[None, :]
         scales = tl.load(records + 16 * PARTS + part, mask=inside[:, None], other=0)
-        pairs = (records + 16 * part)[:, :, None] + tl.arange(0, 16)[None, None, :]
-        even, odd = unpacked(tl.load(pairs, mask=inside[:, None, None], other=0), scales)
+        pairs = tl.load(records + tl.arange(0, 16 * PARTS)[None, :], mask=inside[:, None], other=0)
+        even, odd = unpacked(tl.reshape(pairs, (group.shape[0], PARTS, 16)), scales)
         keys = tl.reshape(tl.join(even, odd), (group.shape[0], WIDTH))
     else:
         keys = tl.load(
@@ -224,35 +228,45 @@ def order_bits(value):
     """uint32 that order FP32 values as a descending sort does: NaN above all, -0 as +0, and 0 for -inf: none."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     bits = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    bits = tl.where(value != value, 0xFFFFFFFF, bits)
+    # One below the largest, so that there is a number above every key.
+    bits = tl.where(value != value, 0xFFFFFFFE, bits)
     return tl.where(value == float("-inf"), 0, bits).to(tl.uint32)
 
 
 @triton.jit
 def best(key, group, k):
     """Which of the items [n] with a key are the k best, ties to the lowest group (groups differ)."""
+    # At least k keys reach ``low``, fewer than k reach ``high``.
     found = tl.sum((key != 0).to(tl.int32), 0)
-    floor = tl.full((), 0, tl.uint32)
-    bit = tl.full((), 0x80000000, tl.uint32)
-    while (bit != 0) & (found > k):
-        trial = floor | bit
+    low = tl.min(tl.where(key == 0, 0xFFFFFFFF, key).to(tl.uint32), 0)
+    high = tl.max(key, 0) + 1
+    above = found * 0
+    turn = found * 0
+    while (found > k) & (high - low > 1):
+        # Where the k-th key would be if keys were spread evenly; by halves when that does not end soon.
+        width = high - low
+        guess = width.to(tl.float32) * ((found - k).to(tl.float32) / (found - above).to(tl.float32))
+        step = tl.minimum(guess, 2147483648.0).to(tl.uint32)
+        step = tl.where(turn < GUESSES, step, width >> 1)
+        trial = low + tl.minimum(tl.maximum(step, 1), width - 1)
         count = tl.sum((key >= trial).to(tl.int32), 0)
-        floor = tl.where(count >= k, trial, floor)
-        found = tl.where(count >= k, count, found)
-        bit = bit >> 1
+        reached = count >= k
+        low, found = tl.where(reached, trial, low), tl.where(reached, count, found)
+        high, above = tl.where(reached, high, trial), tl.where(reached, above, count)
+        turn += 1
     border = tl.full((), 0x7FFFFFFF, tl.int32)
     if found > k:
-        # The k-th key is shared: as many of its lowest groups as still have room.
-        room = k - tl.sum((key > floor).to(tl.int32), 0)
-        border = tl.full((), 0, tl.int32)
+        # Only ``low`` is left between: as many of its lowest groups as still have room.
+        room = k - above
+        border = found * 0
         step = tl.full((), 0x40000000, tl.int32)
-        below = tl.full((), 0, tl.int32)
+        below = found * 0
         while (step != 0) & (below < room):
-            count = tl.sum(((key == floor) & (group < border + step)).to(tl.int32), 0)
-            border = tl.where(count <= room, border + step, border)
-            below = tl.where(count <= room, count, below)
+            count = tl.sum(((key == low) & (group < border + step)).to(tl.int32), 0)
+            fits = count <= room
+            border, below = tl.where(fits, border + step, border), tl.where(fits, count, below)
             step = step >> 1
-    return (key != 0) & ((key > floor) | ((key == floor) & (group < border)))
+    return (key != 0) & ((key > low) | ((key == low) & (group < border)))
 
 
 @triton.jit
@@ -524,5 +538,5 @@ def _choose(
     choose[grid](
         scores, candidates, rows.positions, arrivals, kept_keys, kept_groups, choice.out,
         chunk.start, groups, choice.items, scores.shape[1], choice.nodes, choice.out.shape[1], ratio, block_size,
-        MODE=choice.mode, CHUNK=choice.chunk, KEPT=choice.kept, num_warps=16 if choice.chunk > 4096 else 8,
+        MODE=choice.mode, CHUNK=choice.chunk, KEPT=choice.kept, num_warps=16 if choice.chunk > 2048 else 8,
     )  # fmt: skip
