@@ -25,6 +25,8 @@ FP8 = {
 """Packed projections: outputs and inputs."""
 BF16 = {"index weights": (32, 5120), "index keys": (128, 512), "decoder compressor": (512, 5120)}
 WIDE = {"router": (384, 5120), "compressor": (512, 5120), "logits": (32320, 5120), "Markov": (32320, 256)}
+WIDE_TILES = ((16, 64, 4), (32, 128, 3), (64, 64, 3))
+"""Tiles beside the usual ``WIDE_BF16``, for the choice between them."""
 
 Product = Callable[[Tensor, Tensor], object]
 
@@ -79,6 +81,20 @@ def grouped_bf16(rows: int) -> Build:
 
 def mm_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def with_tile(tile: tuple[int, int, int]) -> Product:
+    """``linear_wide`` with another ``WIDE_BF16``: outputs, columns of a warp, stages."""
+    from quickseek.ops.linear import triton as kernels
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        usual, kernels.WIDE_BF16 = kernels.WIDE_BF16, tile
+        try:
+            return linear.linear_wide(x, weight)
+        finally:
+            kernels.WIDE_BF16 = usual
+
+    return product
 
 
 def confidence(rows: int) -> Build:
@@ -139,6 +155,12 @@ def cases() -> list[Case]:
                         alternative_name="F.linear" if width == 2 else "torch.mm with FP32 out",
                     )
                 )
+        if rows <= 8:
+            for name, tile in [(name, tile) for name in ("logits", "Markov") for tile in WIDE_TILES]:
+                outputs, inner = WIDE[name]
+                size = outputs * inner * 2 + rows * (inner * 2 + outputs * 4)
+                build = plain(with_tile(tile), rows, outputs, inner)
+                found.append(Case(name=f"linear_wide {name}, tile {tile}", rows=rows, bytes=size, build=build))
         found.append(
             Case(
                 name="confidence",

@@ -31,6 +31,8 @@ FEW_ROWS = 16
 SMS = 132
 """Programs that fill the GPU: an H200's multiprocessors."""
 MOST_SPLITS = 16
+WIDE_BF16 = (32, 64, 4)
+"""Outputs, columns of a warp and stages of a program of ``_few`` on BF16 weights of many outputs."""
 PREPARED = 1024
 """Values of a program of ``_prepare_rows``."""
 
@@ -297,16 +299,20 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     if tiled or (kind == "fp8" and groups > 1 and outputs % BLOCK):
         return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
     wide = triton.cdiv(outputs, 32) * groups >= 3 * SMS // 2
-    parts = 8 if inner >= 4096 and not wide else 4
+    tile, parts = 32 if wide else 16, 8 if inner >= 4096 and not wide else 4
     part = 128 if kind != "bf16" and inner >= 2048 else 64
-    programs = triton.cdiv(outputs, 32 if wide else 16) * groups
-    # Few programs must each have more loads in flight; 16 rows take twice the room of 8.
-    stages = 6 if kind == "bf16" and programs <= SMS // 2 else 4 if rows <= 8 else 3
-    _few[(triton.cdiv(outputs, 32 if wide else 16), groups)](
+    # 16 rows take twice the room of 8.
+    stages = 4 if rows <= 8 else 3
+    if kind == "bf16" and wide:
+        tile, part, stages = WIDE_BF16
+    elif kind == "bf16" and triton.cdiv(outputs, tile) * groups <= SMS // 2:
+        # Few programs must each have more in flight.
+        parts, stages = (16, 4) if inner >= 4096 else (parts, 6)
+    _few[(triton.cdiv(outputs, tile), groups)](
         x, x if scales is None else scales, codes, weight_scales, out,
         rows, outputs, inner, x.stride(0), x.stride(1) if groups > 1 else 0,
         0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0),
-        KIND=kind, INPUT=given, ROWS=8 if rows <= 8 else 16, OUT=32 if wide else 16, PARTS=parts, PART=part,
+        KIND=kind, INPUT=given, ROWS=8 if rows <= 8 else 16, OUT=tile, PARTS=parts, PART=part,
         num_warps=parts, num_stages=stages,
     )  # fmt: skip
     return out
