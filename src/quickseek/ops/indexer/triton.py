@@ -110,8 +110,8 @@ def unpacked(codes, scales):
 def key_tile(storage, table, group, inside, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
     """BF16 keys [n, WIDTH] of groups [n] behind one request's row of the block table; 0 where not ``inside``."""
     blocks = tl.load(table + group // BLOCK_ROWS, mask=inside, other=0)
-    # Neighbours may lie in blocks apart, and records of 17 or 68 bytes are multiples of 4 at most: Triton 3.6 takes them
-    # for multiples of 8 unless it is told.
+    # Neighbours may lie in blocks apart, and records of 17 or 68 bytes are multiples of no more than 4: Triton 3.6
+    # takes them for multiples of 8 unless it is told.
     places = tl.multiple_of(tl.max_contiguous(blocks * BLOCK_ROWS + group % BLOCK_ROWS, 1), 1)
     if PACKED:
         PARTS: tl.constexpr = WIDTH // 32
