@@ -63,6 +63,7 @@ class CudaGraphs(EagerGraphs):
             slots = self._slots[:size]
             graph, step = self._captured(lambda slots=slots: cycle.verify(slots, reach))  # type: ignore[misc]
             self._verify[size] = graph, step
+            graph.replay()  # D runs once before its capture too, and a capture alone leaves V's results unwritten
             for kind in needs:
                 self._decide[size, kind] = self._captured(
                     lambda step=step, kind=kind: cycle.decide(step, kind)  # type: ignore[misc]

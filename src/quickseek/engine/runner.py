@@ -84,7 +84,10 @@ class _Batch:
         """The batch of ``requests`` for the next cycle, with a bound on the positions it reaches."""
         if requests == self.requests and self.age < BATCH_REFRESH:
             return replace(self, reach=self.reach + drafts + 1, age=self.age + 1)
-        slots = torch.tensor([_slot(request) for request in requests], device=device)
+        # Copying slots to a GPU waits for the cycle under way: the same requests keep theirs.
+        slots = self.slots
+        if requests != self.requests:
+            slots = torch.tensor([_slot(request) for request in requests], device=device)
         # The host knows lengths as of the last cycle it has read; one more may be under way.
         reach = max(request.num_computed for request in requests) + 2 * (drafts + 1)
         return _Batch(list(requests), slots, Needs.of(requests), reach)
@@ -188,6 +191,9 @@ class Runner:
 
         An exception in a part of it ends the requests of that part with "error"; the others go on.
         """
+        if self.pools.device.type == "cuda":
+            # The current device is a thread's own, and the thread that steps need not be the one that loaded the model.
+            torch.cuda.set_device(self.pools.device)
         tick = self.scheduler.schedule()
         for save in tick.saves:
             self.pools.copy_slot(save.request_slot, save.snapshot_slot)
