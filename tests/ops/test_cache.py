@@ -108,3 +108,10 @@ def test_a_row_that_was_never_written_is_told_from_one_that_was() -> None:
     view.write(torch.tensor([0]), torch.tensor([1]), normal(1, 2))
     found = view.gather(torch.tensor([0, 0]), torch.tensor([1, 2]), torch.float64)
     assert found[0].isfinite().all() and found[1].isnan().all()
+
+
+@pytest.mark.parametrize(("codec", "group"), [(WindowCodec, 32), (GlobalKvCodec, 16), (IndexKeyCodec, 32)])
+def test_a_packed_row_has_whole_groups(codec: type[Codec], group: int) -> None:
+    assert codec(3 * group).width == 3 * group  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=f"width = {group + 8}: expected a multiple of {group}"):
+        codec(group + 8)  # type: ignore[call-arg]

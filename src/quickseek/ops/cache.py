@@ -72,6 +72,9 @@ class WindowCodec:
     width: int
     dtype: torch.dtype = torch.uint8
 
+    def __post_init__(self) -> None:
+        _expect_groups(self.width, formats.BLOCK)
+
     @property
     def record(self) -> int:
         return self.width + self.width // formats.BLOCK
@@ -91,6 +94,9 @@ class GlobalKvCodec:
     kind: ClassVar[str] = "q4k"
     width: int
     dtype: torch.dtype = torch.uint8
+
+    def __post_init__(self) -> None:
+        _expect_groups(self.width, formats.GLOBAL_KV_GROUP)
 
     @property
     def record(self) -> int:
@@ -112,6 +118,9 @@ class IndexKeyCodec:
     width: int
     dtype: torch.dtype = torch.uint8
 
+    def __post_init__(self) -> None:
+        _expect_groups(self.width, formats.BLOCK)
+
     @property
     def record(self) -> int:
         return self.width // 2 + self.width // formats.BLOCK
@@ -122,6 +131,11 @@ class IndexKeyCodec:
     def decode(self, records: Tensor, dtype: torch.dtype) -> Tensor:
         half = self.width // 2
         return formats.dequantize_q4i(records[..., :half], records[..., half:], dtype)
+
+
+def _expect_groups(width: int, group: int) -> None:
+    if width % group:
+        raise ValueError(f"width = {width}: expected a multiple of {group}, as each such group has a scale")
 
 
 @dataclass(frozen=True)
