@@ -113,7 +113,7 @@ def measure(case: Case) -> dict[str, object]:
     del calls
     line["over_read"] = round(line["us"] / line["read_us"], 2)  # type: ignore[operator]
     if case.alternative is not None:
-        line |= {"torch_us": round(_alternative_us(case.alternative, copies), 2), "torch": case.alternative_name}
+        line |= {"torch_us": round(_alternative_us(case.alternative, copies), 2), "beside": case.alternative_name}
     torch.cuda.empty_cache()
     return line
 
