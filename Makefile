@@ -21,9 +21,8 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 demo: $(VENV)/.installed
-	@test -e demo/tiny/config.json || $(BIN)/quickseek tiny demo/tiny
-	@echo "The miniature's weights are random: what follows shows the machinery, not sense."
-	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/quickseek generate --model demo/tiny --chat "How fast can a token be?" --max-tokens 64 --seed 7 --ignore-eos
+	@echo "A miniature of 8 million parameters, trained on Jane Austen and the King James Bible, continues:"
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/quickseek generate --model miniature --prompt "It is a truth universally acknowledged, that" --max-tokens 160 --temperature 0.6 --seed 7 --speculative-tokens 5
 
 test: lint types unit
 

@@ -40,7 +40,7 @@ def tiny(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Option(help="Checkpoint directory.")],
+    model: Annotated[str, typer.Option(help="Checkpoint directory, hub repository, or miniature (in the package).")],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     chat: Annotated[str | None, typer.Option(help="A user's message to answer.")] = None,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
@@ -145,7 +145,12 @@ def figures(llm: "LLM", output: "RequestOutput") -> str:
     if count > 1:
         line += f", then {(count - 1) / max(output.total_s - output.first_token_s, 1e-9):.1f} tokens/s"
     if output.drafted:
-        line += f", {output.accepted} of {output.drafted} drafts accepted"
+        steps = output.drafted // llm.engine_config.num_speculative_tokens
+        positions = "/".join(f"{count / steps:.0%}" for count in output.accepted_at)
+        line += f", {output.accepted} of {output.drafted} drafts accepted ({positions} by position)"
+    cycle = llm.runner.cycle
+    if cycle.steps:
+        line += f", {cycle.specialized / cycle.steps:.0%} of {cycle.steps} steps specialized"
     numerics = llm.model.numerics
     mode = llm.engine_config.resolved_mode
     device = llm.world.device

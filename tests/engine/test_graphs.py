@@ -44,6 +44,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pools=SimpleNamespace(device=CPU, reach=64),
         verify=lambda slots, reach: events.append("V"),
         decide=lambda step, needs: events.append("D"),
+        steps=2, specialized=0,
     )
     CudaGraphs(cycle, [2]).capture([Needs.of([])])  # type: ignore[arg-type]
     return events

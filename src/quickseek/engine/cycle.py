@@ -81,6 +81,7 @@ class Cycle:
     """V and D over the pools and slot state of one model.
 
     ``sampled_drafts``: drafts are drawn at the request's temperature (rejection sampling) instead of greedily.
+    ``steps`` counts V's, ``specialized`` those whose layers an executor ran.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Cycle:
         self.model, self.pools, self.state = model, pools, state
         self.drafts, self.sampled_drafts = drafts, sampled_drafts
         self.graphs: EagerGraphs = EagerGraphs()
+        self.steps = self.specialized = 0
 
     # ------------------------------------------------------------------------------------------ prefill
 
@@ -137,7 +139,10 @@ class Cycle:
         ids = torch.cat((state.anchors[slots].unsqueeze(1), drafted), 1)
         rows = StepRows.uniform(starts, drafts + 1, min(max_length, self.pools.reach))
         context = self.graphs.record(self.pools.context(slots, rows, num_prefills=0))
+        executor = self.model.backbone.executor
+        runs = executor.runs if executor is not None else 0
         hidden, _ = self._run(ids.flatten(), context, None)
+        self.count(executor is not None and executor.runs > runs)
         return VerifyStep(
             slots=slots,
             logits=self.model.logits(hidden).unflatten(0, (-1, drafts + 1)),
@@ -145,6 +150,11 @@ class Cycle:
             draft_counts=state.draft_counts[slots].clamp_max(drafts),
             positions=starts + 1,
         )
+
+    def count(self, specialized: bool) -> None:
+        """Count one V."""
+        self.steps += 1
+        self.specialized += specialized
 
     def decide(self, step: VerifyStep, needs: Needs, masks: Tensor | None = None, *, rows_ran: bool = True) -> Decision:
         """D: accept or sample, commit, draft. ``masks`` int32 [B, r, words] of a grammar."""

@@ -46,6 +46,7 @@ class CudaGraphs(EagerGraphs):
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._verify: dict[int, tuple[torch.cuda.CUDAGraph, VerifyStep]] = {}
         self._decide: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, Decision]] = {}
+        self._specialized: dict[int, bool] = {}
         cycle.graphs = self
 
     def record(self, context: ForwardContext) -> ForwardContext:
@@ -60,14 +61,16 @@ class CudaGraphs(EagerGraphs):
         """
         cycle, reach = self.cycle, self.cycle.pools.reach
         for size in reversed(self.sizes):
-            slots = self._slots[:size]
+            slots, before = self._slots[:size], cycle.specialized
             graph, step = self._captured(lambda slots=slots: cycle.verify(slots, reach))  # type: ignore[misc]
             self._verify[size] = graph, step
+            self._specialized[size] = cycle.specialized > before
             graph.replay()  # D runs once before its capture too, and a capture alone leaves V's results unwritten
             for kind in needs:
                 self._decide[size, kind] = self._captured(
                     lambda step=step, kind=kind: cycle.decide(step, kind)  # type: ignore[misc]
                 )
+        cycle.steps = cycle.specialized = 0
 
     def _captured(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         self._recording = True
@@ -100,6 +103,7 @@ class CudaGraphs(EagerGraphs):
         graph, step = self._verify[size]
         graph.replay()
         self.replays += 1
+        self.cycle.count(self._specialized[size])
         if (size, needs) not in self._decide:
             return self.cycle.decide(step, needs)
         graph, decision = self._decide[size, needs]

@@ -126,7 +126,9 @@ class ExecutorStep(Protocol):
 
 
 class StepExecutor(Protocol):
-    """What the backbone asks before it runs its own layers (design.md section 2)."""
+    """What the backbone asks before it runs its own layers (design.md section 2). ``runs`` counts steps it ran."""
+
+    runs: int
 
     def embed(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
         """(embedding [n, H], streams [n, hc, H]) of ids [n], or None: the backbone embeds."""
