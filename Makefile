@@ -36,4 +36,4 @@ unit: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/pytest $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV)

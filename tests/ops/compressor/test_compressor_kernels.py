@@ -168,3 +168,18 @@ def test_what_kernels_do_not_take_is_refused_by_name(device: torch.device) -> No
     pair = caches(True, (64, 32), device)
     with pytest.raises(ValueError, match=r"keys has dtype torch.bfloat16: expected torch.float32"):
         kernels.write_groups(latents, keys, keys[0], EPS, angle, rows, 2, *pair, None, False)
+
+
+@pytest.mark.parametrize("member", [0, 1, 2])
+def test_a_gate_of_minus_infinity_weighs_nothing_wherever_it_is(member: int, device: torch.device) -> None:
+    rows, ring = StepRows.build([0], [3]), ring_of(20, 3, (0,))
+    raw = normal(3, 2, 20, dtype=torch.float32)
+    raw[member, 1] = -torch.inf
+    found = kernels.pool(raw.to(device), moved(ring, device), on(device, rows), 3).cpu()[2]
+    expected = reference.pool(raw, ring, rows, 3)[2]
+    assert_relative(found, expected, 1e-6)
+    others = [i for i in range(3) if i != member]
+    weights = torch.softmax(raw[others, 1], 0)
+    assert_relative(found, (weights * raw[others, 0]).sum(0), 1e-6)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_relative(found, raw[:, 0].mean(0), 1e-6)

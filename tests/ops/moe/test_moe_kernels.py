@@ -180,6 +180,23 @@ def test_a_slot_without_an_expert_has_no_row(device: torch.device, rows: int) ->
     assert found.rows[kept].isfinite().all() and found.rows[-2:].isnan().all(), "rows of none stay as they were"
 
 
+@pytest.mark.parametrize("absent", [1, 40])
+def test_tiles_that_no_expert_needs_are_written_as_empty(device: torch.device, absent: int) -> None:
+    rows, experts = 180, 4
+    chosen = drawn(rows, experts, 3)
+    chosen[:absent] = -1
+    slots = chosen.numel()
+    tiles = torch.full((slots // 16 + experts, 3), 2, dtype=torch.int32, device=device)
+    index, tokens = (torch.empty(slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+    x = torch.zeros(rows, 32, dtype=torch.bfloat16, device=device)
+    arguments = x, chosen.to(device), x.clone(), index, tokens, tiles
+    kernels.prepare[(experts,)](*arguments, slots, 3, experts, 32, experts, 1, BY_EXPERT=True, ROWS=16)
+    owners = tiles[:, 0].cpu()
+    counts = [int((chosen == expert).sum()) for expert in range(experts)]
+    assert [int((owners == expert).sum()) for expert in range(experts)] == [-(-count // 16) for count in counts]
+    assert int((owners == -1).sum()) == len(owners) - sum(-(-count // 16) for count in counts) > 0
+
+
 @pytest.mark.parametrize("rows", [6, 12, 40])
 def test_a_nan_row_of_the_experts_stays_in_its_row_in_kernels(device: torch.device, rows: int) -> None:
     x, weights, routing = rows_of(rows, 64), packed_experts(3, 64, 32), routing_of(drawn(rows, 3, 1))

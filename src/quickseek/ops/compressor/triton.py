@@ -47,7 +47,9 @@ def _pool(
         gate = tl.load(here + WIDTH, mask=channel < fresh, other=0.0)
         gate += tl.load(there + WIDTH, mask=channel < old, other=0.0)
         above = tl.maximum(largest, gate)
-        shrink, weight_ = tl.exp(largest - above), tl.exp(gate - above)
+        # Members with a gate of -inf weigh nothing, the first one too.
+        base = tl.where(above == float("-inf"), 0.0, above)
+        shrink, weight_ = tl.exp(largest - base), tl.exp(gate - base)
         pooled = pooled * shrink + value * weight_
         total = total * shrink + weight_
         largest = above

@@ -209,7 +209,7 @@ def _many(
 @triton.jit(do_not_specialize=["size", "tiles"])
 def _prepare_rows(x, scales, out, arrived, size, tiles, INPUT: tl.constexpr, WIDTH: tl.constexpr):
     """BF16 values of rows after A8 ("a8"), of codes and E8M0 bytes ("codes"), or none; and zeros in ``arrived``."""
-    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    index = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     tl.store(arrived + index, tl.zeros((WIDTH,), tl.int32), mask=index < tiles)
     if INPUT != "plain":
         group = tl.program_id(0).to(tl.int64) * (WIDTH // 32) + tl.arange(0, WIDTH // 32)

@@ -268,6 +268,8 @@ def record_expert(chosen, expert, index, tokens, tiles, slots, top_k, experts, R
         tl.store(index + other, tl.full((1024,), -1, tl.int64), mask=absent)
     first = before // ROWS + expert
     last = (before + count) // ROWS + expert + 1
+    # The grid has a tile for every slot; slots of no expert leave the last ones to nobody else.
+    last = tl.where(expert == experts - 1, slots // ROWS + experts, last)
     for tile in range(first, last):
         done = (tile - first) * ROWS
         tl.store(tiles + tile * 3, tl.where(done < count, expert, -1))
