@@ -1,4 +1,4 @@
-"""The miniature inside the package: it is found by name, loads in both modes, writes words, and its drafts are accepted."""
+"""The miniature in the package: found by name, loads in both modes, writes words, its drafts are accepted."""
 
 import re
 import tomllib
@@ -21,12 +21,13 @@ LETTER = (
     "not walked out since Sunday. Mr. Knightley came to us in the evening, and was so kind as to read to my father."
 )
 """Written for this test in the manner of the texts: none of them holds it."""
-COMMON = set(
+WORDS = (
     "the and of to a in that he she it was her his i not be had for with as you they have is at my but him all said "
     "were on so by which me them who this from no could very what an are would been if when one there or their more "
     "do did will any mr mrs miss shall thou thee thy unto lord god king people house son man men came went up out "
-    "into upon make know great good much such must then than your we our us now being should how well only other".split()
+    "into upon make know great good much such must then than your we our us now being should how well only other"
 )
+COMMON = set(WORDS.split())
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,6 @@ def test_it_predicts_unseen_prose_in_both_modes_and_no_gibberish(llm: LLM) -> No
     trained = LLM("miniature", mode="trained", num_speculative_tokens=5, kv_cache_memory_bytes=64 << 20)
     exact, rounded = bits_per_byte(llm, LETTER), bits_per_byte(trained, LETTER)
     print(f"bits per byte of a letter: exact {exact:.3f}, trained {rounded:.3f}")
-    # Byte n-grams of order 3 need 2.1 on held-out text.
-    assert exact < 1.9 and abs(rounded / exact - 1) < 0.03
+    # Byte n-grams of the training text, with 3 bytes of context, need 2.04 on this letter.
+    assert exact < 1.9 and 0 < abs(rounded / exact - 1) < 0.03
     assert bits_per_byte(llm, LETTER[::-1]) > 3.0
