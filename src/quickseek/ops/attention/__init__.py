@@ -1,9 +1,10 @@
 """Sparse attention over a window ring, selected global rows and sinks (spec/model.md 6.6); draft blocks (10.3)."""
 
+import torch
 from torch import Tensor
 
 from quickseek.ops.cache import CacheView
-from quickseek.ops.checks import expect_shape
+from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.forms import form
 from quickseek.ops.rows import StepRows
 
@@ -28,12 +29,15 @@ def sparse_attention(
     softmax scale is D^-0.5; ``sinks`` [h] enter the denominator unscaled. ``oldest`` int64 [B].
     """
     count, _, width = queries.shape
+    expect_shape("queries", queries, [rows.positions.shape[0], None, None])
     expect_shape("step_kv", step_kv, [count, width])
+    expect_shape("oldest", oldest, rows.starts.shape)
     expect_shape("sinks", sinks, [queries.shape[1]])
     if (global_kv is None) != (lists is None):
         raise ValueError("global_kv and lists come together")
     if lists is not None:
         expect_shape("lists", lists, [count, None])
+        expect_dtype("lists", lists, torch.int64)
     return form(__name__, queries).sparse_attention(
         queries, step_kv, window, rows, sinks, window_size, oldest, global_kv, lists
     )

@@ -20,6 +20,7 @@ from quickseek.ops.collectives.spec import (
     check_partial,
     check_routed,
     check_shape,
+    check_timeout,
     require,
 )
 from quickseek.parallel.fabric import Fabric
@@ -216,13 +217,15 @@ class LamportAllGather:
     ) -> None:
         fits = rank_capacity_bytes > 0 and rank_capacity_bytes % 16 == 0
         require(fits, f"rank_capacity_bytes {rank_capacity_bytes}: a positive multiple of 16")
-        require(timeout_s > 0, f"timeout_s {timeout_s}: a positive number of seconds")
+        check_timeout(timeout_s)
         self.world = default_world() if world is None else world
         self.world_size = self.world.size if fabric is None else fabric.size
         self.rank_capacity_bytes = rank_capacity_bytes
         self.device = _device(device, fabric)
         self._gather = None
-        if self.device.type == "cuda":
+        cuda = self.device.type == "cuda"
+        require(cuda or fabric is None, "on a CPU the ranks are those of world; fabric must be None")
+        if cuda:
             from quickseek.ops.collectives.gather import FusedAllGather
 
             self._gather = FusedAllGather(

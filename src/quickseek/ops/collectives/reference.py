@@ -94,7 +94,9 @@ def write_mxfp8(layer_input: Tensor, values: Tensor, scales: Tensor) -> None:
 
 def gather_words(x: Tensor, world: World) -> Tensor:
     """Every rank's x concatenated along dimension 0; 32-bit words equal to 0x80000000 become 0 (spec/decode.md C)."""
-    words = x.contiguous().view(-1).view(torch.uint8).view(torch.int32)
+    flat = x.contiguous().view(-1).view(torch.uint8)
+    # Bytes can be read as words only where they start at one.
+    words = (flat.clone() if flat.storage_offset() % 4 else flat).view(torch.int32)
     words = torch.where(words == EMPTY_WORD, torch.zeros_like(words), words)
     gathered = world.all_gather(words).view(torch.uint8).view(x.dtype)
     return gathered.view(world.size * x.shape[0], *x.shape[1:])

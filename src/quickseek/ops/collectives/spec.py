@@ -1,5 +1,6 @@
 """What a fused collective is asked to do, and the checks that come before any launch (spec/decode.md B.7)."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -52,6 +53,8 @@ class Routed:
     expanded_idx_to_permuted_idx: Tensor
     shared_output: Tensor
 
+
+MAX_TIMEOUT_S = 1e9
 
 Result = tuple[Tensor, Tensor | None]
 """Post-mixed streams [M, hc, H], and the normalised layer input [M, H] or None when residual-only."""
@@ -125,13 +128,18 @@ def check_shape(shape: AllReduceShape, world: World, fabric: Fabric | None) -> N
     require(1 <= shape.hc_mult <= 8, f"hc_mult {shape.hc_mult}: 1 to 8 residual streams")
     require(shape.max_num_tokens >= 1, f"max_num_tokens {shape.max_num_tokens}: at least 1")
     require(shape.top_k >= 1, f"top_k {shape.top_k}: at least 1")
-    require(shape.timeout_s > 0, f"timeout_s {shape.timeout_s}: a positive number of seconds")
+    check_timeout(shape.timeout_s)
     if shape.two_shot_rows is not None:
         require(shape.two_shot_rows >= 1, f"two_shot_rows {shape.two_shot_rows}: at least 1")
     if shape.quantize_layer_input:
         require(shape.hidden_size % 128 == 0, f"hidden_size {shape.hidden_size}: MXFP8 needs a multiple of 128")
     size = world.size if fabric is None else fabric.size
     require(size in (1, 2, 4, 8), f"{size} ranks: 1, 2, 4 or 8")
+
+
+def check_timeout(timeout_s: float) -> None:
+    """ValueError unless a kernel can count down ``timeout_s`` in nanoseconds (63 bits)."""
+    require(0 < timeout_s <= MAX_TIMEOUT_S, f"timeout_s {timeout_s}: above 0, at most {MAX_TIMEOUT_S:.0f} seconds")
 
 
 def check_partial(shape: AllReduceShape, x: Tensor, name: str = "x") -> int:
@@ -154,7 +162,7 @@ def check_routed(shape: AllReduceShape, routed: Routed) -> int:
         ("expert_weights", routed.expert_weights, _mix(shape, dtype)),
         ("expanded_idx_to_permuted_idx", routed.expanded_idx_to_permuted_idx, torch.int32),
     ):
-        require(tensor.numel() == rows * shape.top_k, f"{name} {list(tensor.shape)}: [{rows}, {shape.top_k}]")
+        require(list(tensor.shape) == [rows, shape.top_k], f"{name} {list(tensor.shape)}: [{rows}, {shape.top_k}]")
         _check_tensor(shape, name, tensor, kind)
     return rows
 
@@ -165,19 +173,18 @@ def check_boundary(shape: AllReduceShape, rows: int, dtype: torch.dtype, boundar
     wanted, found = [rows, hc, hidden], list(boundary.residual.shape)
     require(found == wanted, f"residual {found}: {wanted}")
     _check_tensor(shape, "residual", boundary.residual, dtype)
-    for name, mix, count in (("post", boundary.post, rows * hc), ("comb", boundary.comb, rows * hc * hc)):
-        require(mix.numel() == count, f"{name} {list(mix.shape)}: {count} values for {rows} rows of {hc} streams")
-        _check_tensor(shape, name, mix, _mix(shape, dtype))
+    _check_mix(shape, "post", boundary.post, [rows, hc], dtype)
+    _check_mix(shape, "comb", boundary.comb, [rows, hc, hc], dtype)
     pre, norm = boundary.pre, boundary.norm_weight
     require((pre is None) == (norm is None), "pre and norm_weight come together: give both or neither")
     if pre is None or norm is None:
         require(shape.residual_only, "a residual-only boundary needs residual_only=True at construction")
         require(boundary.mxfp8_out is None, "a residual-only boundary has no layer input to quantise to mxfp8_out")
         return
-    require(pre.numel() == rows * hc, f"pre {list(pre.shape)}: {rows * hc} values for {rows} rows of {hc} streams")
-    _check_tensor(shape, "pre", pre, _mix(shape, dtype))
+    _check_mix(shape, "pre", pre, [rows, hc], dtype)
     require(list(norm.shape) == [hidden], f"norm_weight {list(norm.shape)}: [{hidden}]")
     _check_tensor(shape, "norm_weight", norm, dtype)
+    require(0 <= boundary.norm_eps < math.inf, f"norm_eps {boundary.norm_eps}: a finite number, not negative")
     if boundary.mxfp8_out is not None:
         _check_mxfp8(shape, rows, *boundary.mxfp8_out)
 
@@ -194,13 +201,25 @@ def _check_mxfp8(shape: AllReduceShape, rows: int, values: Tensor, scales: Tenso
     _check_tensor(shape, "mxfp8_out scales", scales, scales.dtype)
 
 
-def _check_tensor(shape: AllReduceShape, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+def _check_mix(shape: AllReduceShape, name: str, mix: Tensor, wanted: list[int], dtype: torch.dtype) -> None:
+    """A mix may have a trailing dimension of 1."""
+    require(list(mix.shape) in (wanted, [*wanted, 1]), f"{name} {list(mix.shape)}: {wanted}")
+    # Kernels load a row's mixes 16 bytes at a time where their number allows (ptx.load_words).
+    _check_tensor(shape, name, mix, _mix(shape, dtype), 4 if math.prod(wanted[1:]) % 4 else 16)
+
+
+def _check_tensor(
+    shape: AllReduceShape, name: str, tensor: Tensor, dtype: torch.dtype, alignment: int | None = None
+) -> None:
+    """``alignment`` in bytes; None: that of a word for FP32 and int32, 16 for all else."""
     require(tensor.dtype == dtype, f"{name} is {tensor.dtype}: {dtype}")
     require(tensor.device == shape.device, f"{name} is on {tensor.device}: {shape.device}")
     require(tensor.is_contiguous(), f"{name} with strides {tensor.stride()}: contiguous")
     if tensor.is_cuda and tensor.numel():
-        aligned = tensor.data_ptr() % (4 if dtype in (torch.float32, torch.int32) else 16) == 0
-        require(aligned, f"{name} starts at {tensor.data_ptr():#x}: 16-byte alignment")
+        alignment = alignment or (4 if dtype in (torch.float32, torch.int32) else 16)
+        require(
+            tensor.data_ptr() % alignment == 0, f"{name} starts at {tensor.data_ptr():#x}: {alignment}-byte alignment"
+        )
 
 
 def _activation(shape: AllReduceShape, x: Tensor) -> torch.dtype:

@@ -68,4 +68,6 @@ def inject(streams: Tensor, key_value: Tensor, q_weight: Tensor, k_weight: Tenso
     count, n, hidden = streams.shape
     expect_shape("key_value", key_value, [count, (n + 1) * hidden])
     expect_shape("q_weight", q_weight, [n, hidden])
+    expect_shape("k_weight", k_weight, [n, hidden])
+    expect_shape("dead", dead, [count])
     return form(__name__, streams).inject(streams, key_value, q_weight, k_weight, dead, eps)

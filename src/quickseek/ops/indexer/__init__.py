@@ -1,9 +1,10 @@
 """Indexer: scores of compressed groups, candidate blocks, exact top-k lists (spec/model.md 6.4, 6.5)."""
 
+import torch
 from torch import Tensor
 
 from quickseek.ops.cache import CacheView
-from quickseek.ops.checks import expect_shape
+from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.forms import form
 from quickseek.ops.indexer.reference import Selection as Selection
 from quickseek.ops.rows import StepRows
@@ -31,6 +32,9 @@ def select(
     """
     expect_shape("weights", weights, queries.shape[:2])
     expect_shape("queries", queries, [rows.positions.shape[0], None, keys.codec.width])
+    if candidates is not None:
+        expect_shape("candidates", candidates, [queries.shape[0], None])
+        expect_dtype("candidates", candidates, torch.int64)
     found: Selection = form(__name__, queries).select(
         queries, weights, keys, rows, ratio, top_k, block_size, publish_blocks, candidates, weight_scale
     )

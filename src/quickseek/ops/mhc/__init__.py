@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from quickseek.ops.checks import expect_shape
+from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.forms import form
 from quickseek.ops.mhc.reference import Mixes as Mixes
 
@@ -38,7 +38,11 @@ def first_streams(x: Tensor, hc_mult: int) -> tuple[Tensor, Tensor]:
 
 def post(streams: Tensor, output: Tensor, mixes: Mixes) -> Tensor:
     """New streams [T, n, H]: ``post[j] * output + sum_i comb[i, j] * streams[i]``, rounded once (spec 5.3)."""
-    expect_shape("output", output, [streams.shape[0], streams.shape[2]])
+    rows, n, hidden = streams.shape
+    expect_shape("output", output, [rows, hidden])
+    expect_shape("mixes.post", mixes.post, [rows, n])
+    expect_shape("mixes.comb", mixes.comb, [rows, n, n])
+    expect_dtype("mixes.post", mixes.post, mixes.comb.dtype)
     return form(__name__, streams).post(streams, output, mixes)
 
 

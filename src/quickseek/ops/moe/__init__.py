@@ -37,6 +37,9 @@ def route(
     """
     expect_shape("x", x, [None, weight.shape[1]])
     expect_shape("bias", bias, [weight.shape[0]])
+    if image_bias is not None and image_rows is not None:
+        expect_shape("image_bias", image_bias, [weight.shape[0]])
+        expect_shape("image_rows", image_rows, [x.shape[0]])
     found: Routing = form(__name__, x).route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows)
     return found
 
@@ -50,6 +53,8 @@ def routed_experts(
     "before" multiplies inside and hands on weights of 1 (the released reference; not on a GPU: ValueError). A GPU
     takes packed weights.
     """
+    expect_shape("routing.experts", routing.experts, [x.shape[0], None])
+    expect_shape("routing.weights", routing.weights, routing.experts.shape)
     found: UnfinalizedMoE = form(__name__, x).routed_experts(x, routing, weights, limit, routed_weight)
     return found
 
@@ -62,5 +67,8 @@ def shared_expert(x: Tensor, w13: Weight, w2: Weight, *, limit: float) -> Tensor
 
 def finalize(routed: UnfinalizedMoE, shared: Tensor) -> Tensor:
     """[T, H]: weighted rows in ascending slot order plus ``shared``, summed wide and rounded once."""
+    expect_shape("routed.index", routed.index, [shared.shape[0], None])
+    expect_shape("routed.weights", routed.weights, routed.index.shape)
+    expect_shape("routed.rows", routed.rows, [None, shared.shape[1]])
     out: Tensor = form(__name__, shared).finalize(routed, shared)
     return out

@@ -1,0 +1,98 @@
+"""Doors refuse what does not fit before anything is launched: kernels trust the shapes that reach them."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from op_cases import filled_ring, normal
+from quickseek.ops import attention, engram, forms, indexer, mhc, moe
+from quickseek.ops.cache import CacheView
+from quickseek.ops.mhc import Mixes
+from quickseek.ops.moe import ExpertWeights, Routing, UnfinalizedMoE
+from quickseek.ops.rows import StepRows
+
+ROWS, N, HIDDEN, EXPERTS = 3, 2, 8, 4
+STEP = StepRows.build([0], [ROWS])
+Fits = dict[str, torch.Tensor]
+
+
+def ring() -> CacheView:
+    return filled_ring([normal(ROWS, HIDDEN)], [0], 16)
+
+
+def post(post: torch.Tensor, comb: torch.Tensor) -> object:
+    return mhc.post(normal(ROWS, N, HIDDEN), normal(ROWS, HIDDEN), Mixes(pre=post, post=post, comb=comb))
+
+
+def attend(queries: torch.Tensor, lists: torch.Tensor, oldest: torch.Tensor) -> object:
+    kv, count = ring(), queries.shape[0]
+    return attention.sparse_attention(
+        queries, normal(count, HIDDEN), kv, STEP, normal(2), window_size=4, oldest=oldest, global_kv=kv, lists=lists
+    )
+
+
+def select(candidates: torch.Tensor) -> object:
+    options = {"ratio": 1, "top_k": 2, "block_size": 2}
+    return indexer.select(normal(ROWS, 2, HIDDEN), normal(ROWS, 2), ring(), STEP, candidates=candidates, **options)
+
+
+def route(image_bias: torch.Tensor, image_rows: torch.Tensor) -> object:
+    options = {"top_k": 2, "scale": 1.0, "image_bias": image_bias, "image_rows": image_rows}
+    return moe.route(normal(ROWS, HIDDEN), normal(EXPERTS, HIDDEN), normal(EXPERTS), **options)  # type: ignore[arg-type]
+
+
+def experts(experts: torch.Tensor, weights: torch.Tensor) -> object:
+    matrices = ExpertWeights(normal(EXPERTS, 2 * HIDDEN, HIDDEN), normal(EXPERTS, HIDDEN, HIDDEN))
+    return moe.routed_experts(normal(ROWS, HIDDEN), Routing(experts, weights), matrices, limit=10.0)
+
+
+def finalize(rows: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> object:
+    return moe.finalize(UnfinalizedMoE(rows, weights, index), normal(ROWS, HIDDEN))
+
+
+def inject(k_weight: torch.Tensor, dead: torch.Tensor) -> object:
+    streams, key_value = normal(ROWS, N, HIDDEN), normal(ROWS, (N + 1) * HIDDEN)
+    return engram.inject(streams, key_value, normal(N, HIDDEN), k_weight, dead, 1e-6)
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+CALLS: list[tuple[Callable[..., object], Fits, dict[str, torch.Tensor]]] = [
+    (post, {"post": normal(ROWS, N), "comb": normal(ROWS, N, N)},
+     {"post": normal(ROWS, N + 1), "comb": normal(ROWS, N, N + 1)}),
+    (post, {"post": normal(ROWS, N), "comb": normal(ROWS, N, N)}, {"post": normal(ROWS, N).float()}),
+    (attend, {"queries": normal(ROWS, 2, HIDDEN), "lists": integers(ROWS, 1) - 1, "oldest": integers(1)},
+     {"queries": normal(ROWS + 1, 2, HIDDEN), "lists": integers(ROWS, 1).int(), "oldest": integers(2)}),
+    (select, {"candidates": integers(ROWS, 2)}, {"candidates": integers(ROWS - 1, 2)}),
+    (select, {"candidates": integers(ROWS, 2)}, {"candidates": integers(ROWS, 2).int()}),
+    (route, {"image_bias": normal(EXPERTS), "image_rows": torch.zeros(ROWS, dtype=torch.bool)},
+     {"image_bias": normal(EXPERTS + 1), "image_rows": torch.zeros(ROWS + 1, dtype=torch.bool)}),
+    (experts, {"experts": integers(ROWS, 2), "weights": normal(ROWS, 2)},
+     {"experts": integers(ROWS + 1, 2), "weights": normal(ROWS, 3)}),
+    (finalize, {"rows": normal(6, HIDDEN), "weights": normal(ROWS, 2), "index": integers(ROWS, 2)},
+     {"rows": normal(6, HIDDEN + 1), "weights": normal(ROWS, 3), "index": integers(ROWS - 1, 2)}),
+    (inject, {"k_weight": normal(N, HIDDEN), "dead": torch.zeros(ROWS, dtype=torch.bool)},
+     {"k_weight": normal(N + 1, HIDDEN), "dead": torch.zeros(1, dtype=torch.bool)}),
+]  # fmt: skip
+REFUSED = [(call, fits, name, wrong) for call, fits, wrongs in CALLS for name, wrong in wrongs.items()]
+
+
+NAMES = [f"{call.__name__}-{name}" for call, _, name, _ in REFUSED]
+
+
+@pytest.mark.parametrize(("call", "fits", "name", "wrong"), REFUSED, ids=NAMES)
+def test_what_does_not_fit_is_named_before_anything_runs(
+    call: Callable[..., object], fits: Fits, name: str, wrong: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(**fits)
+
+    def launched(door: str, on_cuda: bool) -> ModuleType:
+        raise AssertionError(f"{door} launched something")
+
+    monkeypatch.setattr(forms, "_module", launched)
+    with pytest.raises(ValueError, match=r"queries|" + name):
+        call(**fits | {name: wrong})
