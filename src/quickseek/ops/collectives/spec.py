@@ -55,6 +55,7 @@ class Routed:
 
 
 MAX_TIMEOUT_S = 1e9
+"""Seconds whose nanoseconds, added to a clock of the device, still fit 63 bits."""
 
 Result = tuple[Tensor, Tensor | None]
 """Post-mixed streams [M, hc, H], and the normalised layer input [M, H] or None when residual-only."""
