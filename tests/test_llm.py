@@ -334,7 +334,10 @@ def test_a_terminal_that_knows_few_characters_shows_others(directory: Path) -> N
 
 def test_an_interrupted_miniature_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quickseek.cli", "tiny", str(tmp_path / "mid"), "--config", "mid"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    # A shell that runs the tests in the background makes its children ignore interrupts.
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
     try:
         while process.poll() is None and not list(tmp_path.iterdir()):
             time.sleep(0.01)
