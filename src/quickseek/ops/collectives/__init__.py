@@ -156,7 +156,7 @@ class AllReduceMHC:
         self._phases().publish(shared_output, routed)
 
     def sum_owned(self) -> None:
-        """In the two-shot form, sum the tokens that this rank owns; nothing otherwise."""
+        """In the two-shot form, sum the tokens that this rank owns, once a publish; nothing otherwise."""
         self._phases().sum_owned()
 
     def collect(
@@ -179,6 +179,7 @@ class AllReduceMHC:
         """Where a kernel stores x of ``rows`` rows itself, in place of ``publish``; one-shot row counts only.
 
         The kernel must have been launched on this rank before ``mark_published``; ``collect`` must follow.
+        ValueError, from both, for row counts that are two-shot or none.
         """
         return self._phases().publish_target(rows)
 

@@ -56,6 +56,7 @@ class FusedAllReduceMHC:
         self.single_rows = self._resident_clusters()
         self.fused_rows = shape.max_num_tokens if self.ranks == 1 else self.thresholds.fused_rows
         self._pending: tuple[int, bool] | None = None
+        self._summed = False
         self._allocate()
         self.compile()
         self.refill()
@@ -211,7 +212,7 @@ class FusedAllReduceMHC:
         kernel = self._publish_kernel(0 if routed is None else self.shape.top_k, two_shot=two_shot)
         exchange = self.exchange["contribute" if two_shot else "publish"]
         kernel(_contribution(x, routed), exchange, rows, current_stream(self.device))
-        self._pending = (rows, two_shot)
+        self._pending, self._summed = (rows, two_shot), not two_shot
 
     def published_rows(self) -> int:
         """The rows that wait to be collected."""
@@ -226,11 +227,16 @@ class FusedAllReduceMHC:
         """Two-shot only: sum the tokens that this rank owns and send the sums to every rank."""
         rows, two_shot = self._published()
         if two_shot:
+            if self._summed:
+                raise RuntimeError("the owned tokens of this publish are summed already")
+            self._summed = True
             self._owner_kernel()(self.exchange["own"], rows, current_stream(self.device))
 
     def collect(self, boundary: Boundary) -> Result:
         """Wait for the ranks' contributions to the published rows and carry their sum over the boundary."""
         rows, two_shot = self._published()
+        if not self._summed:
+            raise RuntimeError("sum_owned comes before collect in the two-shot form")
         result = self._launch_boundary("reduced" if two_shot else "collect", None, None, boundary, rows)
         self._pending = None
         return result
@@ -257,7 +263,7 @@ class FusedAllReduceMHC:
 
     def publish_target(self, rows: int) -> PublishTarget:
         """Where a producer stores ``rows`` rows itself."""
-        require(self.ranks > 1 and rows < self.bt_min_rows, f"{rows} rows are not published one-shot")
+        self._require_one_shot(rows)
         box = self.one_shot
         return PublishTarget(
             box.peer_pointers.data_ptr(), box.multicast_pointer, self.one_shot_state.data_ptr(),
@@ -266,8 +272,12 @@ class FusedAllReduceMHC:
 
     def mark_published(self, rows: int) -> None:
         """A producer that publishes ``rows`` rows has been launched; ``collect`` must follow."""
+        self._require_one_shot(rows)
         self._check_idle()
-        self._pending = (rows, False)
+        self._pending, self._summed = (rows, False), True
+
+    def _require_one_shot(self, rows: int) -> None:
+        require(self.ranks > 1 and 1 <= rows < self.bt_min_rows, f"{rows} rows are not published one-shot")
 
     def drop_mark(self) -> None:
         """Forget a publish that was captured but never executed."""
