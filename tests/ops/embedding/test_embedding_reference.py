@@ -58,6 +58,22 @@ def test_shards_that_leave_a_hole_are_the_same_error_on_all_ranks():
     assert told[0] == told[1] == "embedding shards [(0, 4), (4, 9)] do not tile a vocabulary of 10"
 
 
+def short(world: World) -> str:
+    """Rank 1 holds a single row of the six that it claims."""
+    embed = shard(world, (4, 10))
+    embed.weight = embed.weight[: 1 if world.rank else None]
+    try:
+        ReplicatedEmbedding.create(embed, STREAMS, world)
+    except RuntimeError as error:
+        return str(error)
+    return "not noticed"
+
+
+def test_a_shard_with_fewer_rows_than_it_claims_is_the_same_error_on_all_ranks() -> None:
+    told = spawn(short, 2)
+    assert told[0] == told[1] == "embedding shards [(0, 4), (4, 5)] do not tile a vocabulary of 10"
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -71,7 +71,8 @@ class ReplicatedEmbedding:
 
     def refresh(self) -> None:
         """Copy the shards after a weight update. Collective; RuntimeError when they do not tile the vocabulary."""
-        ranges = self.world.gather_object((self.embed.start, self.embed.end))
+        start, end, held = self.embed.start, self.embed.end, self.embed.weight.shape[0]
+        ranges = self.world.gather_object((start, min(end, start + held)))
         reached = 0
         for start, end in sorted(r for r in ranges if r[1] > r[0]):
             if start != reached:
