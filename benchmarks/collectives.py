@@ -37,6 +37,7 @@ from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import World
 
 HIDDEN, STREAMS, TOP_K = 5120, 4, 6
+CAPACITY = 384
 CHAIN, REPLAYS = 100, 30
 VOCABULARY = 129280
 TARGETS_US = {1: 4.0, 2: 4.0, 4: 4.0, 8: 4.0, 48: 6.0, 384: 25.0}
@@ -145,7 +146,7 @@ class Shard:
 def fused(world: World, fabric: SymmetricFabric, two_shot_rows: int | None = None, **changes: Any) -> AllReduceMHC:
     """An instance; ``changes`` replace fields of its thresholds."""
     instance = AllReduceMHC(
-        hidden_size=HIDDEN, hc_mult=STREAMS, max_num_tokens=384, top_k=TOP_K, device=world.device,
+        hidden_size=HIDDEN, hc_mult=STREAMS, max_num_tokens=CAPACITY, top_k=TOP_K, device=world.device,
         quantize_layer_input=True, residual_only=True, world=world, fabric=fabric, two_shot_rows=two_shot_rows,
     )  # fmt: skip
     if changes:
@@ -171,7 +172,7 @@ def separate(world: World, given: Inputs) -> dict[str, Callable[[], Any]]:
     import torch.distributed._symmetric_memory as symmetric
 
     local = AllReduceMHC(
-        hidden_size=HIDDEN, hc_mult=STREAMS, max_num_tokens=384, top_k=TOP_K, device=world.device,
+        hidden_size=HIDDEN, hc_mult=STREAMS, max_num_tokens=CAPACITY, top_k=TOP_K, device=world.device,
         fabric=VirtualFabric.ranks(1, world.device)[0],
     ).implementation  # fmt: skip
     buffer = symmetric.empty(given.rows, HIDDEN, dtype=torch.bfloat16, device=world.device)
@@ -279,6 +280,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [int(part) for part in args.rows.split(",")]
+    if not all(1 <= count <= CAPACITY for count in rows):
+        parser.error(f"--rows {args.rows}: 1 to {CAPACITY} each")
     geometries = [part for part in args.geometries.split(",") if part]
     per_rank = spawn(measure, args.ranks, rows, args.sweep, args.protocols, geometries, device="cuda", timeout_s=500)
     conditions = {
