@@ -22,6 +22,7 @@ import interpreter
 from compare import assert_bits, assert_op
 from op_cases import poisoned_outputs
 from quickseek.ops import forms
+from quickseek.ops.rows import StepRows
 
 FEW = settings(
     max_examples=6,
@@ -127,9 +128,10 @@ class Arena:
         """``value`` with all its tensors placed: tensors, tuples, lists, records of them."""
         return _mapped(value, self._place)
 
-    def _place(self, x: Tensor) -> Tensor:
-        number = len(self.regions)
-        self.regions.append(Region.place(x, self.layout if number == self.odd else "between"))
+    def _place(self, x: Tensor, ordinary: bool) -> Tensor:
+        odd = len(self.regions) == self.odd and not ordinary
+        self.odd += ordinary and len(self.regions) <= self.odd
+        self.regions.append(Region.place(x, self.layout if odd else "between"))
         return self.regions[-1].view
 
     @property
@@ -138,9 +140,9 @@ class Arena:
         return all(region.view.is_contiguous() for region in self.regions)
 
 
-def _mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(value: Any, of: Callable[[Tensor, bool], Tensor], ordinary: bool = False) -> Any:
     if isinstance(value, Tensor):
-        return of(value)
+        return of(value, ordinary)
     if isinstance(value, dict):
         return {name: _mapped(one, of) for name, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -148,7 +150,10 @@ def _mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_mapped(one, of) for one in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _mapped(getattr(value, field.name), of) for field in fields(value)})
+        # Those of a step are always contiguous.
+        ordinary = isinstance(value, StepRows)
+        parts = {field.name: _mapped(getattr(value, field.name), of, ordinary) for field in fields(value)}
+        return replace(value, **parts)
     return value
 
 

@@ -1,5 +1,7 @@
 """``StepRows``: which request and position each row of a step belongs to."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,3 +53,13 @@ def test_selecting_everything_changes_nothing() -> None:
     assert torch.equal(part.first_rows, rows.first_rows) and torch.equal(part.positions, rows.positions)
     fewer = rows.select(torch.arange(1, 5), torch.tensor([2, 5]))
     assert not torch.equal(fewer.first_rows, rows.first_rows)
+
+
+def test_tensors_with_gaps_are_made_whole_or_refused_by_name() -> None:
+    wide = torch.tensor([[5, -1], [0, -1]])
+    rows = StepRows.uniform(wide[:, 0], 2, 99)
+    assert rows.starts.is_contiguous() and rows.starts.tolist() == [5, 0] and rows.ends.tolist() == [7, 2]
+    for name in ("positions", "requests", "first_rows", "starts", "ends"):
+        with pytest.raises(ValueError, match=f"{name} has strides"):
+            replace(rows, **{name: wide[:, 0]})
+    assert replace(rows, starts=wide[:, 0].contiguous()).starts.tolist() == [5, 0]

@@ -14,7 +14,8 @@ class StepRows:
     ``positions``: int64 [T], absolute. ``requests``: int64 [T], batch index of each row. ``first_rows``: int64 [B],
     the first row of each request. ``starts``: int64 [B], the position of that row, which is also how many
     positions the request's caches held before the step. ``ends``: int64 [B], one past its last position.
-    ``max_rows`` and ``max_length`` bound the rows of a request and its positions, on the host.
+    ``max_rows`` and ``max_length`` bound the rows of a request and its positions, on the host. Tensors without gaps:
+    kernels read them so, and others are a ValueError.
     """
 
     positions: Tensor
@@ -24,6 +25,11 @@ class StepRows:
     ends: Tensor
     max_rows: int
     max_length: int
+
+    def __post_init__(self) -> None:
+        for name in ("positions", "requests", "first_rows", "starts", "ends"):
+            if not getattr(self, name).is_contiguous():
+                raise ValueError(f"{name} has strides {getattr(self, name).stride()}: expected values without gaps")
 
     @classmethod
     def build(cls, starts: list[int], counts: list[int], device: torch.device | str = "cpu") -> "StepRows":
@@ -56,8 +62,8 @@ class StepRows:
             # Not repeat_interleave: it may wait for the device to learn how long its result is.
             requests=requests.unsqueeze(1).expand(-1, count).contiguous().flatten(),
             first_rows=requests * count,
-            starts=starts,
-            ends=starts + count,
+            starts=starts.contiguous(),
+            ends=starts.contiguous() + count,
             max_rows=count,
             max_length=max_length,
         )

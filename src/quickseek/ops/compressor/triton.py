@@ -154,12 +154,12 @@ def _run_pool(
     if weight is not None:
         expect_dtype("weight", weight, torch.bfloat16, torch.float32)
         expect_dtype("dtype of the latents", out, torch.bfloat16, torch.float32)
-    storage, table = open_rows.storage, open_rows.table
+    storage, table, *strides = _address(open_rows)
     if raw.shape[0]:
         _pool[(raw.shape[0],)](
             raw, storage, table, rows.requests, rows.positions, rows.starts, rows.ends,
-            raw if weight is None else weight, out,
-            table.stride(0), storage.stride(0), storage.stride(1), storage.shape[1], eps,
+            raw if weight is None else weight.contiguous(), out,
+            *strides, eps,
             RATIO=ratio, WIDTH=width, PADDED=triton.next_power_of_2(width),
             NORM=weight is not None, KEEP=keep, num_warps=4,
         )  # fmt: skip
@@ -187,8 +187,8 @@ def write_groups(
         return
     kv, index = global_kv.codec, index_k.codec
     _write_groups[(latents.shape[0], 2)](
-        latents.contiguous(), keys.contiguous(), key_weight, turn.cos.contiguous(), turn.sin.contiguous(),
-        rows.requests, rows.positions, rows.positions if keep_from is None else keep_from, eps,
+        latents.contiguous(), keys.contiguous(), key_weight.contiguous(), turn.cos.contiguous(), turn.sin.contiguous(),
+        rows.requests, rows.positions, rows.positions if keep_from is None else keep_from.contiguous(), eps,
         *_address(global_kv), *_address(index_k),
         RATIO=ratio, PAIRS=turn.cos.shape[-1], FAKE=fake_quantise, KEEP_FROM=keep_from is not None,
         KV_KIND=kv.kind, KV_WIDTH=kv.width, KV_PADDED=_padded(kv.width),

@@ -153,7 +153,8 @@ def hash_ngrams(windows: Tensor, constants: "HashConstants") -> Tensor:
     if windows.shape[0]:
         heads = columns // orders
         _hash[(triton.cdiv(windows.shape[0], _ROWS),)](
-            windows.contiguous(), constants.multipliers, constants.primes, constants.offsets, out, windows.shape[0],
+            windows.contiguous(), constants.multipliers.contiguous(), constants.primes.contiguous(),
+            constants.offsets.contiguous(), out, windows.shape[0],
             constants.pad, orders, heads, _ROWS, triton.next_power_of_2(heads),
         )  # fmt: skip
     return out
@@ -191,7 +192,8 @@ def inject(streams: Tensor, key_value: Tensor, q_weight: Tensor, k_weight: Tenso
     out = torch.empty(rows, copies, hidden, dtype=streams.dtype, device=streams.device)
     if rows:
         _inject[(rows, copies)](
-            streams.contiguous(), key_value.contiguous(), q_weight, k_weight, dead.contiguous().view(torch.uint8), out,
+            streams.contiguous(), key_value.contiguous(), q_weight.contiguous(), k_weight.contiguous(),
+            dead.contiguous().view(torch.uint8), out,
             hidden, copies, eps, triton.next_power_of_2(hidden), num_warps=8 if hidden > 2048 else 4,
         )  # fmt: skip
     return out
