@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from op_cases import filled_ring, normal
-from quickseek.ops import attention, engram, forms, indexer, mhc, moe
+from quickseek.ops import attention, compressor, engram, forms, indexer, mhc, moe
 from quickseek.ops.cache import CacheView
+from quickseek.ops.engram import HashConstants
 from quickseek.ops.mhc import Mixes
 from quickseek.ops.moe import ExpertWeights, Routing, UnfinalizedMoE
+from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
 
 ROWS, N, HIDDEN, EXPERTS = 3, 2, 8, 4
@@ -57,10 +59,32 @@ def inject(k_weight: torch.Tensor, dead: torch.Tensor) -> object:
     return engram.inject(streams, key_value, normal(N, HIDDEN), k_weight, dead, 1e-6)
 
 
+def attend_blocks(queries: torch.Tensor, last: torch.Tensor, sinks: torch.Tensor) -> object:
+    kv, requests = normal(*queries.shape[:2], HIDDEN), integers(1)
+    return attention.block_attention(queries, kv, ring(), requests, last, sinks, window_size=4)
+
+
+def hash_ngrams(windows: torch.Tensor, primes: torch.Tensor, offsets: torch.Tensor) -> object:
+    return engram.hash_ngrams(windows, HashConstants(integers(3) + 1, primes + 7, offsets, 0))
+
+
+def write_groups(latents: torch.Tensor, keys: torch.Tensor, sin: torch.Tensor, keep_from: torch.Tensor) -> object:
+    """With caches as wide as what is written, so that nothing but the groups can be wrong."""
+    kv, index = filled_ring([latents], [0], 16), filled_ring([keys], [0], 16)
+    turn, weight = Rotation(torch.ones(ROWS, 2), sin), normal(keys.shape[1])
+    compressor.write_groups(
+        latents, keys, weight, 1e-6, turn, STEP, 1, kv, index, keep_from=keep_from, fake_quantise=True
+    )
+    return None
+
+
 def integers(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
+GROUPS = {
+    "latents": normal(ROWS, 16), "keys": normal(ROWS, 32), "sin": torch.zeros(ROWS, 2), "keep_from": integers(1),
+}  # fmt: skip
 CALLS: list[tuple[Callable[..., object], Fits, dict[str, torch.Tensor]]] = [
     (post, {"post": normal(ROWS, N), "comb": normal(ROWS, N, N)},
      {"post": normal(ROWS, N + 1), "comb": normal(ROWS, N, N + 1)}),
@@ -77,6 +101,12 @@ CALLS: list[tuple[Callable[..., object], Fits, dict[str, torch.Tensor]]] = [
      {"rows": normal(6, HIDDEN + 1), "weights": normal(ROWS, 3), "index": integers(ROWS - 1, 2)}),
     (inject, {"k_weight": normal(N, HIDDEN), "dead": torch.zeros(ROWS, dtype=torch.bool)},
      {"k_weight": normal(N + 1, HIDDEN), "dead": torch.zeros(1, dtype=torch.bool)}),
+    (attend_blocks, {"queries": normal(1, ROWS, 2, HIDDEN), "last": integers(1), "sinks": normal(2)},
+     {"queries": normal(2, ROWS, 2, HIDDEN), "last": integers(2), "sinks": normal(3)}),
+    (hash_ngrams, {"windows": integers(ROWS, 3), "primes": integers(4), "offsets": integers(4)},
+     {"windows": integers(ROWS, 2), "primes": integers(5), "offsets": integers(6)}),
+    (write_groups, GROUPS, {"latents": normal(ROWS, 24), "keys": normal(ROWS, 48), "keep_from": integers(2)}),
+    (write_groups, GROUPS, {"sin": torch.zeros(ROWS, 1), "keep_from": integers(1).int()}),
 ]  # fmt: skip
 REFUSED = [(call, fits, name, wrong) for call, fits, wrongs in CALLS for name, wrong in wrongs.items()]
 

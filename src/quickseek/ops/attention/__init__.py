@@ -58,5 +58,8 @@ def block_attention(
     ``queries`` [B, r, h, D], ``block_kv`` [B, r, D]. Every row of block b sees the ring positions
     ``last[b] - window_size + 1 .. last[b]`` of request ``requests[b]`` and all r rows of its block.
     """
+    expect_shape("queries", queries, [requests.shape[0], None, None, window.codec.width])
     expect_shape("block_kv", block_kv, [*queries.shape[:2], queries.shape[3]])
+    expect_shape("last", last, requests.shape)
+    expect_shape("sinks", sinks, [queries.shape[2]])
     return form(__name__, queries).block_attention(queries, block_kv, window, requests, last, sinks, window_size)

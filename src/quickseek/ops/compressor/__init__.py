@@ -6,9 +6,10 @@ spec/model.md 6.3. A group is ``ratio`` consecutive positions; the row of its la
 import torch
 from torch import Tensor
 
+from quickseek import formats
 from quickseek.ops import rings
 from quickseek.ops.cache import CacheView
-from quickseek.ops.checks import expect_shape
+from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.compressor import reference
 from quickseek.ops.forms import form
 from quickseek.ops.norm_rope import Rotation
@@ -74,6 +75,14 @@ def write_groups(
     expect_shape("keys", keys, [count, index_k.codec.width])
     expect_shape("key_weight", key_weight, [keys.shape[1]])
     expect_shape("cos", turn.cos, [count, None])
+    expect_shape("sin", turn.sin, turn.cos.shape)
+    if keep_from is not None:
+        expect_shape("keep_from", keep_from, rows.starts.shape)
+        expect_dtype("keep_from", keep_from, torch.int64)
+    if fake_quantise:
+        for name, x, group in (("latents", latents, formats.GLOBAL_KV_GROUP), ("keys", keys, formats.BLOCK)):
+            if x.shape[1] % group:
+                raise ValueError(f"{name} has {x.shape[1]} columns: expected a multiple of {group} to quantise them")
     form(__name__, latents).write_groups(
         latents, keys, key_weight, eps, turn, rows, ratio, global_kv, index_k, keep_from, fake_quantise
     )

@@ -46,7 +46,11 @@ def token_windows(
 
 def hash_ngrams(windows: Tensor, constants: HashConstants) -> Tensor:
     """Table rows int64 [T, (N-1)*heads] of token windows [T, N] (spec 8.3)."""
-    expect_shape("windows", windows, [None, constants.multipliers.shape[0]])
+    orders = constants.multipliers.shape[0] - 1
+    expect_shape("windows", windows, [None, orders + 1])
+    if orders < 1 or constants.primes.shape[0] % orders:
+        raise ValueError(f"primes has shape {tuple(constants.primes.shape)}: expected a multiple of {orders} orders")
+    expect_shape("offsets", constants.offsets, constants.primes.shape)
     return form(__name__, windows).hash_ngrams(windows, constants)
 
 
