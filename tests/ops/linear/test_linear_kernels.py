@@ -91,6 +91,29 @@ def test_rows_of_a_wider_tensor_and_a_part_of_a_weight_are_read_where_they_are(d
         assert_op(run(device, x, other), reference.linear(x, part), terms=terms(x, part, True))
 
 
+@pytest.mark.parametrize("part", ["values", "weight.codes", "weight.scales"])
+def test_a_weight_that_every_step_would_copy_is_refused_before_anything_runs(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = inputs(2, 96), weight_of("fp8", 64, 96)
+    assert isinstance(weight, Fp8Weight)
+    for kernel in ("_few", "_many", "_plain", "_prepare_rows"):
+        monkeypatch.setattr(kernels, kernel, None)
+    if part == "values":
+        for name, run_door in (("weight", kernels.linear_wide), ("weight", lambda x, w: kernels.linear(x, w, True))):
+            with pytest.raises(ValueError, match=rf"{name} has strides .*: expected the values of an output side"):
+                run_door(x, inputs(96, 64).T)
+            with pytest.raises(TypeError, match="subscriptable"):
+                run_door(x, inputs(96, 64).T.contiguous())
+        return
+    gaps = {"codes": weight.codes, "scales": weight.scales}
+    gaps[part.removeprefix("weight.")] = gaps[part.removeprefix("weight.")].T.contiguous().T
+    with pytest.raises(ValueError, match=rf"{part} has strides"):
+        kernels.linear(x, Fp8Weight(**gaps), True)
+    with pytest.raises(TypeError, match="subscriptable"):
+        kernels.linear(x, weight, True)
+
+
 def test_zero_rows_and_more_dimensions_keep_their_form(device: torch.device) -> None:
     weight = weight_of("fp8", 64, 32)
     assert run(device, inputs(1, 32)[:0], weight).shape == (0, 64)

@@ -262,7 +262,7 @@ def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == weight.dtype == torch.bfloat16:
         out = _product(rows, None, weight, "plain", torch.float32)
     else:
-        weight = _rows(weight)
+        weight = _whole("weight", weight)
         out = torch.empty(rows.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
         if out.numel():
             grid = (triton.cdiv(weight.shape[0], 16), rows.shape[0])
@@ -357,8 +357,16 @@ def _stored(weight: "Weight") -> tuple[str, Tensor, Tensor]:
     """How a weight is stored, its codes as bytes (or its values) and its scales (or the values again)."""
     if isinstance(weight, Tensor):
         expect_dtype("weight", weight, torch.bfloat16)
-        return "bf16", _rows(weight), weight
+        return "bf16", _whole("weight", weight), weight
     expect_dtype("weight.codes", weight.codes, torch.float8_e4m3fn, torch.uint8)
     expect_dtype("weight.scales", weight.scales, torch.uint8)
     kind = "fp8" if weight.codes.dtype == torch.float8_e4m3fn else "fp4"
-    return kind, _rows(weight.codes.view(torch.uint8)), _rows(weight.scales)
+    codes = _whole("weight.codes", weight.codes.view(torch.uint8))
+    return kind, codes, _whole("weight.scales", weight.scales)
+
+
+def _whole(name: str, part: Tensor) -> Tensor:
+    """``part`` [O, ...], refused where the values of an output do not lie side by side: no step may copy a weight."""
+    if part.stride(-1) != 1 and part.shape[-1] > 1:
+        raise ValueError(f"{name} has strides {part.stride()}: expected the values of an output side by side")
+    return _rows(part)
