@@ -347,7 +347,8 @@ def _launch(
     ring_kind = _kind("window", window, width, "a8")
     # A call without global KV runs the same kernel, with empty lists.
     pages_kind = 2 * ring_kind if pages is None else _kind("global_kv", pages, width, "q4k")
-    queries, step_kv = queries.contiguous(), step_kv.contiguous()
+    queries, step_kv, sinks = queries.contiguous(), step_kv.contiguous(), sinks.contiguous()
+    positions, requests, starts, oldest = (x.contiguous() for x in (positions, requests, starts, oldest))
     lists = None if lists is None else lists.contiguous()
     list_width = 0 if lists is None else lists.shape[1]
     head_block = 16 if heads <= 16 else MOST_HEADS
