@@ -3,8 +3,9 @@
 import contextlib
 import mmap
 import resource
+import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -21,21 +22,38 @@ _PORTABLE, _READ_ONLY = 1, 8
 Range = tuple[int, int]
 
 
+@dataclass(frozen=True, eq=False)
+class _Locked:
+    """Pages that the driver keeps in memory until no table holds this any more; ``tensors`` keep their addresses."""
+
+    pages: Range
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def lock(cls, pages: Range, tensors: tuple[Tensor, ...], device: torch.device) -> "_Locked":
+        _register(*pages, sum(tensor.nbytes for tensor in tensors))
+        locked = cls(pages, tensors)
+        # Not at exit: the driver may be gone before, and unlocks all by itself.
+        weakref.finalize(locked, _unregister, pages[0], device).atexit = False
+        return locked
+
+
 class HostTable:
     """A table [R, width] that the kernels of ``device`` read where it lies.
 
     On a CPU: the tensors as they are. On CUDA: a copy on the device where they are small (``copied_bytes``), else host
     memory that is registered with the driver page by page, which locks it in memory, and that kernels read over the
-    bus. ``weight`` is what ``gather_rows`` takes. Tables of one file may share a page: close them together.
+    bus. ``weight`` is what ``gather_rows`` takes, for as long as this lives: pages are unlocked when the last table on
+    them is closed or dropped.
 
     RuntimeError, naming what to do, if the driver refuses to lock a range.
     """
 
-    _registered: ClassVar[set[Range]] = set()
+    _registered: ClassVar[weakref.WeakValueDictionary[Range, _Locked]] = weakref.WeakValueDictionary()
 
     def __init__(self, table: Weight, device: torch.device | str, *, copied_bytes: int = COPIED_BYTES) -> None:
         device = torch.device(device)
-        self._own: list[Range] = []
+        self._held: list[_Locked] = []
         self.weight = table
         tensors = _tensors(table)
         if device.type != "cuda" or all(tensor.is_cuda for tensor in tensors):
@@ -45,20 +63,18 @@ class HostTable:
             return
         try:
             with torch.cuda.device(device):
-                for start, stop in missing(pages(tensors), self._registered):
-                    _register(start, stop, sum(tensor.nbytes for tensor in tensors))
-                    self._registered.add((start, stop))
-                    self._own.append((start, stop))
+                wanted = pages(tensors)
+                self._held = [one for one in self._registered.values() if any(_meet(one.pages, own) for own in wanted)]
+                for fresh in list(missing(wanted, (one.pages for one in self._held))):
+                    self._held.append(_Locked.lock(fresh, tensors, device))
+                    self._registered[fresh] = self._held[-1]
         except RuntimeError:
             self.close()
             raise
 
     def close(self) -> None:
-        """Give up the pages that this table locked; no kernel may read it any more."""
-        for start, stop in self._own:
-            torch.cuda.cudart().cudaHostUnregister(start)
-            self._registered.discard((start, stop))
-        self._own = []
+        """Give up the pages of this table; no kernel may read it any more."""
+        self._held = []
 
 
 def _tensors(table: Weight) -> tuple[Tensor, ...]:
@@ -95,6 +111,10 @@ def missing(wanted: Iterable[Range], taken: Iterable[Range], most: int = RANGE_B
             start = max(start, high)
 
 
+def _meet(one: Range, other: Range) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
 def _register(start: int, stop: int, total: int) -> None:
     runtime = torch.cuda.cudart()
     # Read-only first: pages of a file that may not be written can be locked in no other way, and pages of a private
@@ -111,6 +131,13 @@ def _register(start: int, stop: int, total: int) -> None:
         f"Engram table: the driver does not lock {stop - start} of its {total} bytes in host memory ({reason}); "
         f"the limit of this process is {allowed} (ulimit -l), and the machine needs as much free memory as the table"
     )
+
+
+def _unregister(start: int, device: torch.device) -> None:
+    # Of a device that has failed nothing can be waited for, and its pages can be given up.
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(start)
 
 
 def _forget_error() -> None:
