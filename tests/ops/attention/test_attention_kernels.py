@@ -27,7 +27,7 @@ def found(case: AttentionCase | BlockCase, device: torch.device) -> Tensor:
 
 
 def with_programs(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(kernels, "PROGRAMS", count)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: count)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
@@ -70,11 +70,11 @@ def test_however_a_row_is_split_it_gives_the_same(monkeypatch: pytest.MonkeyPatc
 def test_a_plan_takes_all_tiles_and_no_more_programs_than_there_should_be() -> None:
     for programs in (1, 6, 48, 131, 132, 133, 2048):
         for tiles in range(1, 14):
-            each = kernels.tiles_of_a_program(programs, tiles)
+            each = kernels.tiles_of_a_program(programs, tiles, 132)
             parts = -(-tiles // each)
             assert 1 <= each <= tiles
-            assert each == tiles or programs * parts <= kernels.PROGRAMS
-            assert each == 1 or programs * -(-tiles // (each - 1)) > kernels.PROGRAMS, "no fewer would do"
+            assert each == tiles or programs * parts <= 132
+            assert each == 1 or programs * -(-tiles // (each - 1)) > 132, "no fewer would do"
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:

@@ -235,6 +235,7 @@ def test_rows_in_any_chunks_and_any_company_have_the_same_bits(
     whole = case.select(kernels, 6, publish=3)
     monkeypatch.setattr(kernels, "SCRATCH_BYTES", 3000)
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
     parts = case.select(kernels, 6, publish=3)
     assert whole.candidates is not None and parts.candidates is not None
     assert_bits(parts.lists, whole.lists)

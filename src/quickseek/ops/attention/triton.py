@@ -21,6 +21,7 @@ from quickseek.ops import triton_math as math
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.rows import StepRows
+from quickseek.ops.triton_launch import multiprocessors
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 KINDS = {"plain": 0, "a8": 1, "q4k": 2}
@@ -29,8 +30,6 @@ TILE = 64
 """Keys of a tile: the rows of one matrix product."""
 MOST_HEADS = 32
 """Query heads of a program: their FP32 sums of D channels stay in registers."""
-PROGRAMS = 132
-"""Programs that fill a GPU, one an SM: as long as there are fewer, rows are split further."""
 
 
 # ---------------------------------------------------------------------------------------------- device functions
@@ -314,13 +313,14 @@ def block_attention(
     return out.view(queries.shape)
 
 
-def tiles_of_a_program(programs: int, tiles: int) -> int:
-    """How many of a row's ``tiles`` one program takes: the fewest with which there are no more than PROGRAMS.
+def tiles_of_a_program(programs: int, tiles: int, most: int) -> int:
+    """How many of a row's ``tiles`` one program takes: the fewest with which there are no more than ``most`` programs.
 
-    ``programs``: rows times head groups, which is how many there are if each takes all tiles.
+    ``programs``: rows times head groups, which is how many there are if each takes all tiles. ``most``: one for each
+    multiprocessor; as long as there are fewer, rows are split further.
     """
     count = 1
-    while count < tiles and programs * triton.cdiv(tiles, count) > PROGRAMS:
+    while count < tiles and programs * triton.cdiv(tiles, count) > most:
         count += 1
     return count
 
@@ -356,7 +356,7 @@ def _launch(
     groups = triton.cdiv(heads, head_block)
     ring_tiles, step_tiles = triton.cdiv(window_size, TILE), triton.cdiv(step_rows, TILE)
     tiles = ring_tiles + step_tiles + triton.cdiv(list_width, TILE)
-    each = tiles_of_a_program(count * groups, tiles)
+    each = tiles_of_a_program(count * groups, tiles, multiprocessors(queries.device))
     parts = triton.cdiv(tiles, each)
     out = torch.empty(count, heads, width, dtype=torch.bfloat16, device=queries.device)
     # Without a split nothing is written to the parts: any tensor will do.

@@ -28,6 +28,7 @@ from quickseek.ops.cache import CacheView, IndexKeyCodec
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.indexer.reference import Selection
 from quickseek.ops.rows import StepRows
+from quickseek.ops.triton_launch import multiprocessors
 
 SCRATCH_BYTES = 256 << 20
 """Scores and survivors of as many rows as fit in this are in memory at a time."""
@@ -39,8 +40,8 @@ KEYS = 64
 """Keys that a program scores at a time."""
 MOST_ROWS = 65535
 """Programs of a grid's second dimension."""
-PROGRAMS = 1056
-"""Programs that a launch aims at, beyond which each takes several tiles: eight for each SM of an H200."""
+PROGRAMS = 8
+"""Programs of a multiprocessor that a launch aims at, beyond which each takes several tiles."""
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 EVERY, BLOCKS, CANDIDATES = 0, 1, 2
@@ -499,11 +500,11 @@ def _score(
 ) -> None:
     count, heads, width = queries.shape
     stride = scores.shape[1]
-    tiles = -(-stride // KEYS)
+    tiles, most = -(-stride // KEYS), PROGRAMS * multiprocessors(queries.device)
     padded = max(triton.next_power_of_2(heads), 16)
     shape = {"HEADS": heads, "PADDED": padded, "WIDTH": width, "PACKED": _packed(keys), "BLOCK_ROWS": keys.block_rows}
     if candidates is not None:
-        grid = (min(tiles, -(-PROGRAMS // len(chunk))), len(chunk))
+        grid = (min(tiles, -(-most // len(chunk))), len(chunk))
         score_candidates[grid](
             queries, weights, keys.storage, keys.table, rows.positions, rows.requests, candidates, scores, arrivals,
             chunk.start, groups, stride, keys.table.stride(0), arrivals.numel(), ratio, weight_scale,
@@ -511,9 +512,9 @@ def _score(
         )  # fmt: skip
         return
     requests = rows.first_rows.shape[0]
-    programs = min(tiles, -(-PROGRAMS // requests))
+    programs = min(tiles, -(-most // requests))
     together = min(rows.max_rows, 2)
-    shares = min(-(-rows.max_rows // together), max(PROGRAMS // (2 * programs * requests), 1))
+    shares = min(-(-rows.max_rows // together), max(most // (2 * programs * requests), 1))
     score_groups[(programs, requests, shares)](
         queries, weights, keys.storage, keys.table, rows.positions, rows.first_rows, scores, arrivals,
         count, chunk.start, chunk.stop, groups, keys.table.stride(0), stride, arrivals.numel(), ratio, weight_scale,
@@ -534,7 +535,8 @@ def _choose(
 ) -> None:
     kept = (len(chunk), choice.nodes, choice.kept) if choice.leaves > 1 else (0,)
     kept_keys, kept_groups = (torch.empty(kept, dtype=torch.int32, device=scores.device) for _ in range(2))
-    grid = (min(choice.leaves, -(-PROGRAMS // len(chunk))), len(chunk))
+    most = PROGRAMS * multiprocessors(scores.device)
+    grid = (min(choice.leaves, -(-most // len(chunk))), len(chunk))
     choose[grid](
         scores, candidates, rows.positions, arrivals, kept_keys, kept_groups, choice.out,
         chunk.start, groups, choice.items, scores.shape[1], choice.nodes, choice.out.shape[1], ratio, block_size,

@@ -22,14 +22,13 @@ from torch import Tensor
 from quickseek.formats import BLOCK
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype
+from quickseek.ops.triton_launch import multiprocessors
 
 if TYPE_CHECKING:
     from quickseek.ops.linear import QuantizedRows, Weight
 
 FEW_ROWS = 16
 """Rows up to which one launch without tiles of rows is used."""
-SMS = 132
-"""Programs that fill the GPU: an H200's multiprocessors."""
 MOST_SPLITS = 16
 WIDE_BF16 = (32, 64, 4)
 """Outputs, columns of a warp and stages of a program of ``_few`` on BF16 weights of many outputs."""
@@ -298,14 +297,15 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     # _few needs tiles of outputs that lie in one block row of scales.
     if tiled or (kind == "fp8" and groups > 1 and outputs % BLOCK):
         return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
-    wide = triton.cdiv(outputs, 32) * groups >= 3 * SMS // 2
+    processors = multiprocessors(x.device)
+    wide = triton.cdiv(outputs, 32) * groups >= 3 * processors // 2
     tile, parts = 32 if wide else 16, 8 if inner >= 4096 and not wide else 4
     part = 128 if kind != "bf16" and inner >= 2048 else 64
     # 16 rows take twice the room of 8.
     stages = 4 if rows <= 8 else 3
     if kind == "bf16" and wide:
         tile, part, stages = WIDE_BF16
-    elif kind == "bf16" and triton.cdiv(outputs, tile) * groups <= SMS // 2:
+    elif kind == "bf16" and triton.cdiv(outputs, tile) * groups <= processors // 2:
         # Few programs must each have more in flight. 16 warps instead made them a fifth slower (one H200).
         stages = 6
     _few[(triton.cdiv(outputs, tile), groups)](
@@ -325,7 +325,8 @@ def _tiled(
     kind, codes, weight_scales = stored
     rows, inner = x.shape[0], x.shape[-1]
     # Two programs of 4 warps fit on a multiprocessor, or one of 8.
-    tile_rows, tile, step, warps, room = (64, 64, 128, 4, 2 * SMS) if rows <= 64 else (128, 128, 64, 8, SMS)
+    tile_rows, tile, step, warps, each = (64, 64, 128, 4, 2) if rows <= 64 else (128, 128, 64, 8, 1)
+    room = each * multiprocessors(x.device)
     grid = (triton.cdiv(rows, tile_rows), triton.cdiv(outputs, tile))
     tiles = grid[0] * grid[1] * groups
     splits = max(1, min(MOST_SPLITS, room // tiles, inner // 512))
