@@ -18,16 +18,23 @@ the left operand, so that 8 rows of a step are enough to fill a tile. The packed
 byte has a product of its own.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quickseek.formats import BLOCK
 from quickseek.ops import linear as linear_op
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype, expect_shape
-from quickseek.ops.linear import Fp4Weight, QuantizedRows
+from quickseek.ops.linear import Fp4Weight, QuantizedRows, Weight
 from quickseek.ops.moe.reference import WEIGHT_FLOOR, Routing, UnfinalizedMoE
+
+if TYPE_CHECKING:
+    from quickseek.ops.moe import ExpertWeights
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FEW_SLOTS = 512
@@ -109,7 +116,16 @@ def choose(
     tl.store(weights + place, found, mask=slot < TOP)
 
 
-def route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows):
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scale: float,
+    temperature: float,
+    image_bias: Tensor | None,
+    image_rows: Tensor | None,
+) -> Routing:
     expect_dtype("x", x, torch.bfloat16)
     expect_dtype("weight", weight, torch.bfloat16)
     expect_dtype("bias", bias, torch.float32)
@@ -444,7 +460,7 @@ def down(
     tl.store(place, total.to(tl.bfloat16), mask=(output < outputs)[:, None] & (column < count)[None, :])
 
 
-def expect_experts(name, weight, shape):
+def expect_experts(name: str, weight: Weight, shape: Sequence[int]) -> Fp4Weight:
     """``weight`` is packed, contiguous and of this shape [experts, outputs, inputs]."""
     if not isinstance(weight, Fp4Weight):
         raise ValueError(f"{name} is {type(weight).__name__}: expected Fp4Weight, experts are read packed")
@@ -453,9 +469,12 @@ def expect_experts(name, weight, shape):
         expect_shape(name, part, [*shape[:-1], shape[-1] // size])
         if not part.is_contiguous():
             raise ValueError(f"{name} has strides {part.stride()}: expected contiguous codes and scales")
+    return weight
 
 
-def routed_experts(x, routing, weights, limit, routed_weight):
+def routed_experts(
+    x: Tensor, routing: Routing, weights: "ExpertWeights", limit: float, routed_weight: str
+) -> UnfinalizedMoE:
     expect_dtype("x", x, torch.bfloat16)
     if routed_weight != "after":
         raise ValueError(f"routed_weight = {routed_weight!r}: expected 'after', the only place that kernels know")
@@ -464,8 +483,8 @@ def routed_experts(x, routing, weights, limit, routed_weight):
     experts, inner = weights.w2.shape[0], weights.w2.shape[-1]
     if hidden % BLOCK or inner % BLOCK:
         raise ValueError(f"x has {hidden} columns and w2 {inner}: expected multiples of {BLOCK}")
-    expect_experts("w13", weights.w13, [experts, 2 * inner, hidden])
-    expect_experts("w2", weights.w2, [experts, hidden, inner])
+    w13 = expect_experts("w13", weights.w13, [experts, 2 * inner, hidden])
+    w2 = expect_experts("w2", weights.w2, [experts, hidden, inner])
     chosen = routing.experts.contiguous()
     top_k = chosen.shape[1]
     slots = rows * top_k
@@ -474,7 +493,7 @@ def routed_experts(x, routing, weights, limit, routed_weight):
     recorders = slots if few else experts
     items = slots if few else slots // tile_rows + experts
 
-    def empty(*shape, dtype):
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=x.device)
 
     index = empty(rows, top_k, dtype=torch.int64)
@@ -490,7 +509,6 @@ def routed_experts(x, routing, weights, limit, routed_weight):
         x.contiguous(), chosen, quantized, index, tokens, tiles, slots, top_k, experts, hidden, recorders, chunks,
         BY_EXPERT=not few, ROWS=tile_rows, num_warps=4,
     )  # fmt: skip
-    w13, w2 = weights.w13, weights.w2
     operands = (quantized, tokens, tiles, w13.codes, w13.scales, between, hidden // 2, hidden // BLOCK, inner, limit)
     if tile_rows <= 16:
         # Fewer warps for more rows: an SM holds two of either.
@@ -531,12 +549,12 @@ def swiglu(gate_up, out, scales, inner, limit, QUANTIZE: tl.constexpr):
         tl.store(out + row * inner + column, value, mask=inside)
 
 
-def expert(x, w13, w2, limit, weight=None):
+def expert(x: Tensor, w13: Weight, w2: Weight, limit: float, weight: Tensor | None = None) -> Tensor:
     expect_dtype("x", x, torch.bfloat16)
     if weight is not None:
         raise ValueError("weight is given: expected None, kernels apply it after the down projection")
     inner = w2.shape[-1]
-    packed = not isinstance(w2, torch.Tensor)
+    packed = not isinstance(w2, Tensor)
     if w13.shape[0] != 2 * inner:
         raise ValueError(f"w13 has {w13.shape[0]} outputs: expected twice the {inner} inputs of w2")
     if packed and inner % BLOCK:
@@ -561,27 +579,20 @@ def weighted_sum(rows, weights, index, shared, out, columns, TOP: tl.constexpr, 
     for slot in tl.static_range(TOP):
         row = tl.load(index + token * TOP + slot)
         weight = tl.load(weights + token * TOP + slot)
-        piece = (
-            tl.load(rows + row * columns + column, mask=column < tl.where(row >= 0, columns, 0), other=0.0).to(
-                tl.float32
-            )
-            * weight
-        )
-        total += tl.where(row >= 0, piece, 0.0)
+        there = column < tl.where(row >= 0, columns, 0)
+        value = tl.load(rows + row * columns + column, mask=there, other=0.0)
+        total += tl.where(row >= 0, value.to(tl.float32) * weight, 0.0)
     total += tl.load(shared + token * columns + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * columns + column, total.to(tl.bfloat16), mask=inside)
 
 
-def finalize(routed, shared):
+def finalize(routed: UnfinalizedMoE, shared: Tensor) -> Tensor:
     expect_dtype("shared", shared, torch.bfloat16)
     expect_dtype("rows", routed.rows, torch.bfloat16)
     expect_dtype("weights", routed.weights, torch.float32)
     expect_dtype("index", routed.index, torch.int64)
     tokens, columns = shared.shape
     top_k = routed.index.shape[1]
-    expect_shape("rows", routed.rows, [None, columns])
-    expect_shape("index", routed.index, [tokens, None])
-    expect_shape("weights", routed.weights, [tokens, top_k])
     out = torch.empty(tokens, columns, dtype=shared.dtype, device=shared.device)
     if tokens:
         weighted_sum[(tokens, triton.cdiv(columns, 1024))](
