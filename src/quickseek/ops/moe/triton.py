@@ -18,7 +18,6 @@ the left operand, so that 8 rows of a step are enough to fill a tile. The packed
 byte has a product of its own.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -460,7 +459,7 @@ def down(
     tl.store(place, total.to(tl.bfloat16), mask=(output < outputs)[:, None] & (column < count)[None, :])
 
 
-def expect_experts(name: str, weight: Weight, shape: Sequence[int]) -> Fp4Weight:
+def expect_experts(name: str, weight: Weight, shape: list[int]) -> Fp4Weight:
     """``weight`` is packed, contiguous and of this shape [experts, outputs, inputs]."""
     if not isinstance(weight, Fp4Weight):
         raise ValueError(f"{name} is {type(weight).__name__}: expected Fp4Weight, experts are read packed")
@@ -592,11 +591,10 @@ def finalize(routed: UnfinalizedMoE, shared: Tensor) -> Tensor:
     expect_dtype("weights", routed.weights, torch.float32)
     expect_dtype("index", routed.index, torch.int64)
     tokens, columns = shared.shape
-    top_k = routed.index.shape[1]
     out = torch.empty(tokens, columns, dtype=shared.dtype, device=shared.device)
     if tokens:
         weighted_sum[(tokens, triton.cdiv(columns, 1024))](
             routed.rows.contiguous(), routed.weights.contiguous(), routed.index.contiguous(), shared.contiguous(),
-            out, columns, TOP=top_k, BLOCK=1024, num_warps=4,
+            out, columns, TOP=routed.index.shape[1], BLOCK=1024, num_warps=4,
         )  # fmt: skip
     return out
