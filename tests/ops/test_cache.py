@@ -1,5 +1,7 @@
 """Caches: the record formats of spec/model.md 6.10, and where rows are written and read."""
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -115,3 +117,43 @@ def test_a_packed_row_has_whole_groups(codec: type[Codec], group: int) -> None:
     assert codec(3 * group).width == 3 * group  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=f"width = {group + 8}: expected a multiple of {group}"):
         codec(group + 8)  # type: ignore[call-arg]
+
+
+TABLE = torch.tensor([[1, 2], [3, 4]])
+
+
+def view(storage: torch.Tensor, table: torch.Tensor = TABLE) -> CacheView:
+    return CacheView(storage, table, PlainCodec(6, torch.float32))
+
+
+@pytest.mark.parametrize("part", ["record", "block", "storage"])
+def test_a_cache_is_whole_up_to_the_part_that_a_kernel_takes_as_one(
+    part: Literal["record", "block", "storage"],
+) -> None:
+    wide = torch.zeros(10, 8, 12)
+    gaps = {"record": wide[::2, ::2, ::2], "block": wide[::2, ::2, :6], "storage": torch.zeros(10, 4, 6)[::2]}
+    whole = {"record": gaps["block"], "block": gaps["storage"], "storage": torch.zeros(5, 4, 6)}
+    view(whole[part]).expect_whole("pages", part)
+    view(torch.zeros(5, 4, 6)).expect_whole("pages", part)
+    with pytest.raises(ValueError, match=rf"pages has strides .*: expected each {part} without gaps"):
+        view(gaps[part]).expect_whole("pages", part)
+
+
+def test_strides_of_single_blocks_and_records_mean_nothing() -> None:
+    view(torch.zeros(9, 9, 12)[:1, :1, :6], TABLE[:, :1]).expect_whole("pages", "storage")
+    with pytest.raises(ValueError, match="strides"):
+        view(torch.zeros(9, 9, 12)[:1, :2, :6], TABLE[:, :1]).expect_whole("pages", "storage")
+
+
+def test_a_table_or_records_of_another_kind_are_named() -> None:
+    storage = torch.zeros(5, 4, 6)
+    for wrong, message in (
+        (view(storage.double()), r"pages has dtype torch.float64: expected torch.float32"),
+        (view(storage[..., :5]), r"pages has shape .*: expected \[\*, \*, 6\]"),
+        (view(storage, TABLE.int()), r"table of pages has dtype torch.int32"),
+        (view(storage, TABLE[0]), r"table of pages has shape \(2,\)"),
+        (view(storage, TABLE.T.contiguous().T), r"table of pages has strides \(1, 2\): expected each row without gaps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong.expect_whole("pages", "record")
+    view(storage, TABLE).expect_whole("pages", "record")

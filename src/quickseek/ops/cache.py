@@ -5,13 +5,14 @@ ring) and paged rows (a block table). Block 0 is scratch: rows that must not be 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from quickseek import formats
 from quickseek.ops import quantize
+from quickseek.ops.checks import expect_dtype, expect_shape
 
 SCRATCH = 0
 """Number of the block, and of the request slot, that absorbs what must not be kept."""
@@ -153,6 +154,24 @@ class CacheView:
     @property
     def block_rows(self) -> int:
         return self.storage.shape[1]
+
+    def expect_whole(self, name: str, part: Literal["record", "block", "storage"]) -> None:
+        """ValueError, naming the cache ``name``, unless kernels can read it: each ``part`` of it without gaps inside.
+
+        Blocks and records may lie apart otherwise, and so may the rows of the table.
+        """
+        storage, table = self.storage, self.table
+        expect_dtype(name, storage, self.codec.dtype)
+        expect_shape(name, storage, [None, None, self.codec.record])
+        expect_dtype(f"table of {name}", table, torch.int64)
+        expect_shape(f"table of {name}", table, [None, None])
+        dense = 1
+        for dimension in (2, 1, 0)[: ("record", "block", "storage").index(part) + 1]:
+            if storage.shape[dimension] > 1 and storage.stride(dimension) != dense:
+                raise ValueError(f"{name} has strides {storage.stride()}: expected each {part} without gaps")
+            dense *= storage.shape[dimension]
+        if table.shape[1] > 1 and table.stride(1) != 1:
+            raise ValueError(f"table of {name} has strides {table.stride()}: expected each row without gaps")
 
     def ring_rows(self, positions: Tensor) -> Tensor:
         """Row of each absolute position when a block is a ring; negative positions stay negative."""

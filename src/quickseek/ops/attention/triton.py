@@ -393,6 +393,5 @@ def _kind(name: str, cache: CacheView, width: int, packed: str) -> int:
         raise ValueError(f"{name} has rows of {cache.codec.width} values: expected {width}")
     kind = KINDS[cache.codec.kind]
     expect_dtype(name, cache.storage, torch.uint8 if kind else torch.bfloat16)
-    if not cache.storage[0].is_contiguous() or (cache.table.stride(-1) != 1 and cache.table.shape[1] > 1):
-        raise ValueError(f"{name} has strides {cache.storage.stride()}: expected the records of a block in a row")
+    cache.expect_whole(name, "block")
     return kind

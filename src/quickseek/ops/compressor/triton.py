@@ -20,6 +20,7 @@ from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
+from quickseek.ops.triton_launch import padded
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def _run_pool(
     if weight is not None:
         expect_dtype("weight", weight, torch.bfloat16, torch.float32)
         expect_dtype("dtype of the latents", out, torch.bfloat16, torch.float32)
-    storage, table, *strides = _address(open_rows)
+    storage, table, *strides = _address("open_rows", open_rows)
     if raw.shape[0]:
         _pool[(raw.shape[0],)](
             raw, storage, table, rows.requests, rows.positions, rows.starts, rows.ends,
@@ -189,22 +190,15 @@ def write_groups(
     _write_groups[(latents.shape[0], 2)](
         latents.contiguous(), keys.contiguous(), key_weight.contiguous(), turn.cos.contiguous(), turn.sin.contiguous(),
         rows.requests, rows.positions, rows.positions if keep_from is None else keep_from.contiguous(), eps,
-        *_address(global_kv), *_address(index_k),
+        *_address("global_kv", global_kv), *_address("index_k", index_k),
         RATIO=ratio, PAIRS=turn.cos.shape[-1], FAKE=fake_quantise, KEEP_FROM=keep_from is not None,
-        KV_KIND=kv.kind, KV_WIDTH=kv.width, KV_PADDED=_padded(kv.width),
-        KEY_KIND=index.kind, KEY_WIDTH=index.width, KEY_PADDED=_padded(index.width), num_warps=4,
+        KV_KIND=kv.kind, KV_WIDTH=kv.width, KV_PADDED=padded(kv.width, formats.BLOCK),
+        KEY_KIND=index.kind, KEY_WIDTH=index.width, KEY_PADDED=padded(index.width, formats.BLOCK), num_warps=4,
     )  # fmt: skip
 
 
-def _address(view: CacheView) -> tuple[Tensor, Tensor, int, int, int, int]:
+def _address(name: str, view: CacheView) -> tuple[Tensor, Tensor, int, int, int, int]:
     """What a kernel needs to find a row."""
+    view.expect_whole(name, "record")
     storage, table = view.storage, view.table
-    expect_dtype("storage", storage, view.codec.dtype)
-    expect_dtype("table", table, torch.int64)
-    if storage.stride(2) != 1 or (table.shape[1] > 1 and table.stride(1) != 1):
-        raise ValueError("storage and table: expected records and rows of the table without gaps")
     return storage, table, table.stride(0), storage.stride(0), storage.stride(1), storage.shape[1]
-
-
-def _padded(width: int) -> int:
-    return max(triton.next_power_of_2(width), formats.BLOCK)

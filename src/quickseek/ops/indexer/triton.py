@@ -467,7 +467,8 @@ def _check(queries: Tensor, weights: Tensor, keys: CacheView) -> None:
     width = keys.codec.width
     if width < 32 or width & (width - 1):
         raise ValueError(f"keys have width {width}: expected a power of two of at least 32")
-    for name, x in {"queries": queries, "weights": weights, "keys": keys.storage, "table": keys.table}.items():
+    keys.expect_whole("keys", "storage")
+    for name, x in {"queries": queries, "weights": weights}.items():
         if not x.is_contiguous():
             raise ValueError(f"{name} has strides {x.stride()}: expected contiguous memory")
 

@@ -15,10 +15,13 @@ from quickseek import formats
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.norm_rope.reference import Rotation
+from quickseek.ops.triton_launch import padded, warps
 
 FLOAT_VALUES = (torch.bfloat16, torch.float32)
 PAIRS_AT_ONCE = tl.constexpr(512)
 """Pairs of channels of a program of ``_rope``: 16 bytes of BF16 for each of 128 threads."""
+MOST_WARPS = 16
+"""Of a row."""
 ANGLES_AT_ONCE = tl.constexpr(256)
 
 
@@ -150,10 +153,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        padded = triton.next_power_of_2(width)
+        values = padded(width)
         stride = x.stride(0) if x.dim() == 2 else width
         _norm[(x.numel() // width,)](
-            x, weight.contiguous(), out, stride, eps, WIDTH=width, PADDED=padded, num_warps=_warps(padded)
+            x, weight.contiguous(), out, stride, eps, WIDTH=width, PADDED=values, num_warps=warps(values, MOST_WARPS)
         )
     return out
 
@@ -206,10 +209,10 @@ def normalised_latents(
     kv = torch.empty(rows, width, dtype=projected.dtype, device=projected.device)
     cos, sin, _ = _turn(turn, width)
     if rows:
-        padded = triton.next_power_of_2(q_width)
+        values = padded(q_width)
         _latents[(rows, 2)](
             projected, q_weight.contiguous(), kv_weight.contiguous(), latent, kv, cos, sin, projected.stride(0), eps,
-            Q_WIDTH=q_width, Q_PADDED=padded, num_warps=_warps(padded), **shape,
+            Q_WIDTH=q_width, Q_PADDED=values, num_warps=warps(values, MOST_WARPS), **shape,
         )  # fmt: skip
     return latent, kv
 
@@ -222,14 +225,10 @@ def normalised_kv(kv: Tensor, weight: Tensor, eps: float, turn: Rotation, quanti
     cos, sin, _ = _turn(turn, width)
     if kv.shape[0]:
         _kv[(kv.shape[0],)](
-            kv, weight.contiguous(), out, cos, sin, kv.stride(0), eps, num_warps=_warps(shape["PADDED"]), **shape
-        )
+            kv, weight.contiguous(), out, cos, sin, kv.stride(0), eps,
+            num_warps=warps(shape["PADDED"], MOST_WARPS), **shape,
+        )  # fmt: skip
     return out
-
-
-def _warps(padded: int) -> int:
-    """Warps for a row of ``padded`` values: 8 values a thread up to 16 warps."""
-    return max(1, min(16, padded // 256))
 
 
 def _kv_shape(weight: Tensor, turn: Rotation, quantise: bool) -> tuple[int, dict[str, int]]:
@@ -238,8 +237,12 @@ def _kv_shape(weight: Tensor, turn: Rotation, quantise: bool) -> tuple[int, dict
     width = weight.shape[0]
     if quantise and width % formats.BLOCK:
         raise ValueError(f"KV rows have {width} channels: expected a multiple of {formats.BLOCK} to quantise them")
-    padded = max(triton.next_power_of_2(width), formats.BLOCK)
-    return width, {"WIDTH": width, "PADDED": padded, "PAIRS": turn.cos.shape[-1], "QUANTISE": quantise}
+    return width, {
+        "WIDTH": width,
+        "PADDED": padded(width, formats.BLOCK),
+        "PAIRS": turn.cos.shape[-1],
+        "QUANTISE": quantise,
+    }
 
 
 def _turn(turn: Rotation, width: int) -> tuple[Tensor, Tensor, int]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from quickseek import formats
 from quickseek.ops import triton_math as math
 from quickseek.ops import triton_records as records
-from quickseek.ops.cache import Codec
-from quickseek.ops.checks import expect_dtype, expect_shape
+from quickseek.ops.cache import CacheView, Codec
+from quickseek.ops.checks import expect_dtype
+from quickseek.ops.triton_launch import padded, warps
 
 VALUES = tl.constexpr(1024)
 """Values of a program: 16 bytes of BF16 for each of 128 threads."""
@@ -139,17 +140,14 @@ def _read(
 
 def _shape(codec: Codec) -> dict[str, int | str]:
     """What a kernel is compiled for."""
-    padded = max(triton.next_power_of_2(codec.width), 1 if codec.kind == "plain" else formats.BLOCK)
-    return {"KIND": codec.kind, "WIDTH": codec.width, "PADDED": padded, "num_warps": max(1, min(8, padded // 256))}
+    values = padded(codec.width, 1 if codec.kind == "plain" else formats.BLOCK)
+    return {"KIND": codec.kind, "WIDTH": codec.width, "PADDED": values, "num_warps": warps(values, 8)}
 
 
 def _expect_records(storage: Tensor, table: Tensor, codec: Codec, requests: Tensor, rows: Tensor) -> None:
-    expect_dtype("storage", storage, codec.dtype)
-    expect_shape("storage", storage, [None, None, codec.record])
-    for name, x in (("table", table), ("requests", requests), ("rows", rows)):
+    CacheView(storage, table, codec).expect_whole("storage", "record")
+    for name, x in (("requests", requests), ("rows", rows)):
         expect_dtype(name, x, torch.int64)
-    if storage.stride(2) != 1 or (table.shape[1] > 1 and table.stride(1) != 1):
-        raise ValueError("storage and table: expected records and rows of the table without gaps")
 
 
 def _write_rows(
