@@ -157,6 +157,19 @@ def _mapped(value: Any, of: Callable[[Tensor, bool], Tensor], ordinary: bool = F
     return value
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in tuples, lists and records, in order, but those of a step, which are always contiguous."""
+    found: list[Tensor] = []
+
+    def take(x: Tensor, ordinary: bool) -> Tensor:
+        if not ordinary:
+            found.append(x)
+        return x
+
+    _mapped(value, take)
+    return found
+
+
 layouts = st.tuples(st.integers(0, 12), st.sampled_from(LAYOUTS))
 """Which argument lies in an unusual way, and how."""
 

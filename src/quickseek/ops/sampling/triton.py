@@ -495,6 +495,8 @@ def probabilities(
     weights = of.empty(of.rows, of.vocabulary)
     if not of.rows:
         return weights
+    temperature, top_p = temperature.contiguous(), top_p.contiguous()
+    top_k, min_p = (x if x is None else x.contiguous() for x in (top_k, min_p))
     keys, ids = of.largest()
     held = (None, None, None) if top_k is None else of.threshold(top_k)
     sums = of.empty(of.rows, of.ranges)
@@ -510,7 +512,7 @@ def most_likely(logits: Tensor, temperature: Tensor, count: int) -> SparseDistri
     ids, values = of.most_likely(count, None, torch.float64)
     chances = torch.empty_like(values)
     if of.rows:
-        _draft[(of.rows,)](values, temperature, chances, count, triton.next_power_of_2(count), num_warps=1)
+        _draft[(of.rows,)](values, temperature.contiguous(), chances, count, triton.next_power_of_2(count), num_warps=1)
     return SparseDistribution(ids, chances)
 
 
