@@ -114,7 +114,7 @@ def make_request(
 
 def finish_all(runner: Runner, most_steps: int = 5000) -> dict[str, list[int]]:
     """Run to the end; the tokens of every request by id."""
-    outputs = {}
+    outputs: dict[str, list[int]] = {}
     for _ in range(most_steps):
         if runner.idle:
             return outputs

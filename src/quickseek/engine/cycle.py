@@ -111,7 +111,7 @@ class Cycle:
         context = self.pools.context(slots, rows, num_prefills=slots.shape[0], oldest=oldest, keep_from=keep_from)
         hidden, returned = self._run(ids, context, lookback)
         self.state.lengths[slots] = rows.ends
-        last = torch.cat((returned.first_rows[1:], returned.first_rows.new_tensor([hidden.shape[0]]))) - 1
+        last = torch.cat((returned.first_rows[1:], returned.first_rows.new_full((1,), hidden.shape[0]))) - 1
         return hidden[last]
 
     def first_token(self, slots: Tensor, hidden: Tensor, needs: Needs, masks: Tensor | None = None) -> Decision:

@@ -33,6 +33,8 @@ class EagerGraphs:
 class CudaGraphs(EagerGraphs):
     """Graphs of V and D for batches padded to ``sizes``, captured by ``capture``; other steps run eagerly.
 
+    Each step runs once before its capture and stands for it: its context says ``capturing`` although PyTorch does not
+    yet. In the capture itself, and in eager steps, both say the same, which is asserted.
     A padded row belongs to the scratch slot, which is always finished. What ``run`` returns is overwritten by the next
     replay: it is read back first (``Readback``). ``replays`` counts steps whose V was replayed.
     """
@@ -42,7 +44,7 @@ class CudaGraphs(EagerGraphs):
         device = cycle.pools.device
         self._slots = torch.full((self.sizes[-1],), SCRATCH, dtype=torch.int64, device=device)
         self._filled: tuple[int, Tensor] | None = None
-        self._recording = False
+        self._recording = self._capturing = False
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._verify: dict[int, tuple[torch.cuda.CUDAGraph, VerifyStep]] = {}
         self._decide: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, Decision]] = {}
@@ -51,25 +53,40 @@ class CudaGraphs(EagerGraphs):
 
     def record(self, context: ForwardContext) -> ForwardContext:
         """FULL and recorded while a pure decode step is captured, or run just before to stand for that capture."""
+        self._check()
         return super().record(context) if self._recording else context
+
+    def _check(self) -> None:
+        found = torch.cuda.is_current_stream_capturing()
+        assert found == self._capturing, f"PyTorch captures: {found}, the engine: {self._capturing}"
+
+    @property
+    def decisions(self) -> list["Decision"]:
+        """What the graphs of D write."""
+        return [decision for _, decision in self._decide.values()]
 
     @torch.inference_mode()
     def capture(self, needs: Sequence["Needs"]) -> None:
         """Capture V of every size and D of every size and each of ``needs``: the largest first, in one memory pool.
 
         Each runs once before its capture, on scratch, so that the capture finds everything compiled and allocated.
+        What goes wrong in one is raised with a note that says for which size.
         """
         cycle, reach = self.cycle, self.cycle.pools.reach
         for size in reversed(self.sizes):
             slots, before = self._slots[:size], cycle.specialized
-            graph, step = self._captured(lambda slots=slots: cycle.verify(slots, reach))  # type: ignore[misc]
-            self._verify[size] = graph, step
-            self._specialized[size] = cycle.specialized > before
-            graph.replay()  # D runs once before its capture too, and a capture alone leaves V's results unwritten
-            for kind in needs:
-                self._decide[size, kind] = self._captured(
-                    lambda step=step, kind=kind: cycle.decide(step, kind)  # type: ignore[misc]
-                )
+            try:
+                graph, step = self._captured(lambda slots=slots: cycle.verify(slots, reach))  # type: ignore[misc]
+                self._verify[size] = graph, step
+                self._specialized[size] = cycle.specialized > before
+                graph.replay()  # D runs once before its capture too, and a capture alone leaves V's results unwritten
+                for kind in needs:
+                    self._decide[size, kind] = self._captured(
+                        lambda step=step, kind=kind: cycle.decide(step, kind)  # type: ignore[misc]
+                    )
+            except Exception as error:
+                error.add_note(f"while the decode graphs for {size} requests were captured")
+                raise
         cycle.steps = cycle.specialized = 0
 
     def _captured(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -82,9 +99,11 @@ class CudaGraphs(EagerGraphs):
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                self._capturing = True
+                self._check()
                 out = run()
         finally:
-            self._recording = False
+            self._recording = self._capturing = False
         return graph, out
 
     def run(self, slots: Tensor, max_length: int, needs: "Needs") -> "Decision":

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quickseek.config import ModelConfig
+from quickseek.engine.staging import staging_on
 from quickseek.errors import ConfigError
 from quickseek.model.context import PAGED_GROUP, SLOT_GROUP, CacheStorage, ForwardContext, GroupMetadata
 from quickseek.model.state import CacheSpec, cache_specs
@@ -30,7 +31,8 @@ class Pools:
 
     Both counts include the scratch slot and block, number 0. One block table serves the global KV and the index keys
     of every source layer. ``tables`` int64 [num_slots, blocks of a request] lives on the device and is written by
-    stream-ordered copies; an entry of 0 is scratch, so rows that a request does not own are written there.
+    stream-ordered copies (through ``staging``, which others may use too); an entry of 0 is scratch, so rows that a
+    request does not own are written there.
     ``guarded`` surrounds every pool with canaries.
     """
 
@@ -50,7 +52,7 @@ class Pools:
         if block_tokens < 1 or block_tokens % BLOCK_MULTIPLE:
             raise ConfigError("block_tokens", block_tokens, f"a positive multiple of {BLOCK_MULTIPLE}")
         self.block_tokens, self.device = block_tokens, torch.device(device)
-        self.num_slots, self.num_blocks = num_slots, num_blocks
+        self.num_slots, self.num_blocks, self.staging = num_slots, num_blocks, staging_on(self.device)
         self._guards: dict[str, tuple[Tensor, int]] = {}
         self.specs = cache_specs(config, numerics, draft=draft)
         self.caches: Mapping[str, CacheStorage] = {
@@ -71,10 +73,11 @@ class Pools:
         return pool.zero_()
 
     def check_guards(self, step: int) -> None:
-        """Raise PoolOverrun naming the pool and ``step`` if a canary has changed."""
+        """Raise PoolOverrun naming the pool and ``step`` if a canary has changed; the next check finds it whole."""
         for name, (memory, size) in self._guards.items():
             for place, guard in (("before", memory[:GUARD_BYTES]), ("after", memory[GUARD_BYTES + size :])):
                 if bool((guard != CANARY).any()):
+                    guard.fill_(CANARY)
                     raise PoolOverrun(f"step {step} wrote {place} the pool {name}")
 
     @property
@@ -86,7 +89,7 @@ class Pools:
 
     def set_table(self, slot: int, first: int, blocks: list[int]) -> None:
         """Blocks ``first`` and on of the request in ``slot``."""
-        self.tables[slot, first : first + len(blocks)] = torch.tensor(blocks, dtype=torch.int64).to(self.device)
+        self.staging.write(self.tables[slot, first : first + len(blocks)], torch.tensor(blocks, dtype=torch.int64))
 
     def clear_table(self, slot: int) -> None:
         """Point every position of ``slot`` at scratch."""

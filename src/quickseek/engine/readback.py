@@ -1,41 +1,119 @@
 """Results on their way to the host: copied beside the next step, read one cycle late (design.md 4.5)."""
 
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from quickseek.engine import staging
+
 T = TypeVar("T")
+
+UNREAD = 2
+"""Results of one shape that may be under way: those of the cycle just launched, and of the one before."""
+MOST_SHAPES = 256
+"""Shapes of results whose memory is kept; others, should there ever be as many, take new memory each time."""
 
 
 class Readback(Generic[T]):
-    """The tensors of a dataclass, and of dataclasses and named tuples in it, in host memory.
+    """A value that arrives in host memory; ``get`` waits for its own copy alone."""
 
-    On CUDA they are copied into pinned memory in the order of the current CUDA stream, so that a later replay may
-    overwrite them; ``get`` waits for that copy alone. On a CPU they are what they are.
-    """
-
-    def __init__(self, value: T, device: torch.device) -> None:
-        self._copied: torch.cuda.Event | None = None
-        self._value = value
-        if device.type == "cuda":
-            self._value = _pinned(value)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(device))
+    def __init__(self, value: T, passed: torch.cuda.Event | None = None, release: Callable[[], None] | None = None):
+        self._value, self._passed, self._release = value, passed, release
 
     def get(self) -> T:
-        """The value, once it has arrived."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """The value, once it has arrived; to be read before the next ``Readbacks.copy``, which may overwrite it."""
+        if self._passed is not None:
+            self._passed.synchronize()
+        if self._release is not None:
+            self._release()
+            self._release = None
         return self._value
+
+
+class Readbacks:
+    """The tensors of a dataclass, and of dataclasses and named tuples in it, on a CPU: they are what they are."""
+
+    def reserve(self, value: Any) -> None:
+        """Take the memory that results of the shapes in ``value`` need."""
+
+    def copy(self, value: T) -> Readback[T]:
+        """``value`` on its way, unharmed by what the device writes over it later."""
+        return Readback(value)
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Pinned memory of one result; ``passed`` is recorded behind the copy into it."""
+
+    value: Any
+    tensors: list[Tensor]
+    passed: torch.cuda.Event
+
+
+class PinnedReadbacks(Readbacks):
+    """Copies into pinned memory in the order of the current CUDA stream, so that a later replay may overwrite them.
+
+    Memory is used again for the same shapes once its result has been read; nothing is allocated for ``reserve``d ones.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[Any, ...], list[_Landing]] = {}
+
+    def reserve(self, value: Any) -> None:
+        self._free[_shapes(value)] = [_landing(value) for _ in range(UNREAD)]
+
+    def copy(self, value: T) -> Readback[T]:
+        shapes = _shapes(value)
+        free = self._free.get(shapes, [])
+        if len(self._free) < MOST_SHAPES:
+            self._free[shapes] = free
+        landing = free.pop() if free else _landing(value)
+        for target, source in zip(landing.tensors, _tensors(value), strict=True):
+            staging.send(target, source)
+        landing.passed.record(torch.cuda.current_stream(self._device))
+        return Readback(landing.value, landing.passed, partial(free.append, landing))
+
+
+def readbacks_from(device: torch.device) -> Readbacks:
+    """How results come back from ``device``."""
+    return PinnedReadbacks(device) if device.type == "cuda" else Readbacks()
+
+
+def _landing(value: Any) -> _Landing:
+    memory = _pinned(value)
+    return _Landing(memory, list(_tensors(memory)), torch.cuda.Event())
 
 
 def _pinned(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        return staging.pinned(value.shape, value.dtype)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: _pinned(getattr(value, field.name)) for field in fields(value)})
     if isinstance(value, tuple):
         return type(value)(*map(_pinned, value))
     return value
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The tensors of a value and, in their places, whatever else it holds."""
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _parts(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (part for part in _parts(value) if isinstance(part, Tensor))
+
+
+def _shapes(value: Any) -> tuple[Any, ...]:
+    return tuple((part.shape, part.dtype) if isinstance(part, Tensor) else part for part in _parts(value))

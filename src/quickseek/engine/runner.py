@@ -4,12 +4,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from quickseek.engine.answer import Answer, RequestOutput, TokenLogprobs
+from quickseek.engine.batch import PrefillBatch
 from quickseek.engine.blocks import BlockPool
 from quickseek.engine.cycle import Cycle, Decision, Needs
 from quickseek.engine.grammar import GrammarCompiler, mask_words
@@ -17,13 +19,13 @@ from quickseek.engine.graphs import CudaGraphs, padded_sizes
 from quickseek.engine.plan import MemoryPlan
 from quickseek.engine.pools import Pools
 from quickseek.engine.prefix import PrefixCache
-from quickseek.engine.readback import Readback
+from quickseek.engine.readback import Readback, readbacks_from
 from quickseek.engine.request import Request, Status
 from quickseek.engine.scheduler import Scheduler, SchedulerLimits
 from quickseek.engine.slot_state import SlotState
+from quickseek.engine.staging import Staging
 from quickseek.engine.tick import PrefillChunk, Restore
 from quickseek.model.causal_lm import CausalLM
-from quickseek.ops.rows import StepRows
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.tokenizer import Tokenizer
 
@@ -80,14 +82,13 @@ class _Batch:
     reach: int = 0
     age: int = 0
 
-    def next(self, requests: list[Request], drafts: int, device: torch.device) -> "_Batch":
+    def next(self, requests: list[Request], drafts: int, staging: Staging) -> "_Batch":
         """The batch of ``requests`` for the next cycle, with a bound on the positions it reaches."""
         if requests == self.requests and self.age < BATCH_REFRESH:
             return replace(self, reach=self.reach + drafts + 1, age=self.age + 1)
-        # Copying slots to a GPU waits for the cycle under way: the same requests keep theirs.
         slots = self.slots
         if requests != self.requests:
-            slots = torch.tensor([_slot(request) for request in requests], device=device)
+            slots = staging.copy(torch.tensor([_slot(request) for request in requests]))[0]
         # The host knows lengths as of the last cycle it has read; one more may be under way.
         reach = max(request.num_computed for request in requests) + 2 * (drafts + 1)
         return _Batch(list(requests), slots, Needs.of(requests), reach)
@@ -106,21 +107,11 @@ class Runner:
     ) -> None:
         options = RunnerOptions() if options is None else options
         self.model, self.tokenizer, self.plan, self.options = model, tokenizer, plan, options
-        self.config, self.drafts = model.config, plan.num_speculative_tokens
-        pool = BlockPool(plan.num_blocks, plan.block_tokens)
-        prefix = None
-        if options.prefix_caching:
-            window = self.config.sliding_window if options.approximate_prefix else None
-            slots = range(plan.max_num_seqs + 1, plan.num_slots)
-            prefix = PrefixCache(pool, slots, identity, replay_window=window)
-        limits = SchedulerLimits(
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
-            num_speculative_tokens=self.drafts,
-            snapshot_interval=options.snapshot_interval,
-        )
-        self.scheduler = Scheduler(limits, pool, prefix)
+        self.config, self.drafts, self._identity = model.config, plan.num_speculative_tokens, identity
+        self._compiler: GrammarCompiler | None = None
+        self._compiling = threading.Lock()
+        self._begin()
+        self._use_device(model.world.device)
         self.pools = Pools(
             self.config,
             model.numerics,
@@ -134,21 +125,56 @@ class Runner:
         )
         self.state = SlotState(self.config, plan.num_slots, self.drafts, self.pools.device)
         self.cycle = Cycle(model, self.pools, self.state, drafts=self.drafts, sampled_drafts=options.sampled_drafts)
+        self._readbacks = readbacks_from(self.pools.device)
         self.graphs = self._capture() if options.graphs and self.pools.device.type == "cuda" else None
+
+    def _begin(self) -> None:
+        """Everything that the host knows of requests, while there is none."""
+        plan, options = self.plan, self.options
+        pool = BlockPool(plan.num_blocks, plan.block_tokens)
+        prefix = None
+        if options.prefix_caching:
+            window = self.config.sliding_window if options.approximate_prefix else None
+            slots = range(plan.max_num_seqs + 1, plan.num_slots)
+            prefix = PrefixCache(pool, slots, self._identity, replay_window=window)
+        limits = SchedulerLimits(
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            num_speculative_tokens=self.drafts,
+            snapshot_interval=options.snapshot_interval,
+        )
+        self.scheduler = Scheduler(limits, pool, prefix)
         self.answers: dict[str, Answer] = {}
-        self._compiler: GrammarCompiler | None = None
-        self._compiling = threading.Lock()
         self._unread: deque[_Launched] = deque()
         self._batch = _Batch()
         self._proposed: dict[str, tuple[list[int], list[float]]] = {}
         self._failures: list[Update] = []
+
+    def renewed(self) -> "Runner":
+        """A runner without requests in the place of this one, a step of which was interrupted.
+
+        What host and device knew of requests no longer agrees. Memory and graphs are taken over: there may be no room
+        for others, and nothing is left in them that a request reads before it has written it.
+        """
+        runner = copy(self)
+        runner._begin()
+        return runner
 
     def _capture(self) -> CudaGraphs:
         """The graphs of decode steps whose requests choose greedily or by sampling and ask for nothing else."""
         graphs = CudaGraphs(self.cycle, padded_sizes(self.plan.max_num_seqs))
         plain = Needs.of([])
         graphs.capture([plain, replace(plain, sampled=True)])
+        for decision in graphs.decisions:
+            self._readbacks.reserve(decision)
         return graphs
+
+    @staticmethod
+    def _use_device(device: torch.device) -> None:
+        """Make a GPU the current one, which is a thread's own matter: the one that steps need not have loaded."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -191,9 +217,7 @@ class Runner:
 
         An exception in a part of it ends the requests of that part with "error"; the others go on.
         """
-        if self.pools.device.type == "cuda":
-            # The current device is a thread's own, and the thread that steps need not be the one that loaded the model.
-            torch.cuda.set_device(self.pools.device)
+        self._use_device(self.pools.device)
         tick = self.scheduler.schedule()
         for save in tick.saves:
             self.pools.copy_slot(save.request_slot, save.snapshot_slot)
@@ -258,47 +282,32 @@ class Runner:
 
     def _prefill(self, chunks: Sequence[PrefillChunk], launched: _Launched) -> None:
         """One eager step of prompt rows; prompts that end in it choose their first token."""
-        device, depth = self.pools.device, self.config.engram_max_ngram_size - 1
-        slots = torch.tensor([_slot(chunk.request) for chunk in chunks], device=device)
-        rows = StepRows.build([chunk.start for chunk in chunks], [chunk.count for chunk in chunks], device)
-        ids = torch.tensor([token for chunk in chunks for token in chunk.token_ids], device=device)
-        before = [
-            [
-                chunk.request.tokens(p, p + 1)[0] if p >= 0 else -1
-                for p in range(chunk.start - 1, chunk.start - 1 - depth, -1)
-            ]
-            for chunk in chunks
-        ]
-        oldest = keep_from = None
-        if any(chunk.oldest or chunk.replayed for chunk in chunks):
-            oldest = torch.tensor([chunk.oldest for chunk in chunks], device=device)
-            keep_from = torch.tensor([chunk.start + chunk.replayed for chunk in chunks], device=device)
+        batch = PrefillBatch.build(chunks, self.config.engram_max_ngram_size - 1, self.pools.staging)
         hidden = self.cycle.prefill(
-            slots, ids, rows, torch.tensor(before, device=device), oldest=oldest, keep_from=keep_from
+            batch.slots, batch.ids, batch.rows, batch.lookback, oldest=batch.oldest, keep_from=batch.keep_from
         )
         for chunk in chunks:
             self.scheduler.prefilled(chunk)
-        last = [number for number, chunk in enumerate(chunks) if chunk.last]
-        if last:
-            requests = [chunks[number].request for number in last]
-            masks = self._masks(requests, 0, {})
-            decision = self.cycle.first_token(slots[last], hidden[last], Needs.of(requests), masks)
-            launched.decisions.append((requests, Readback(decision, self.pools.device), False))
+        requests = [chunk.request for chunk in chunks if chunk.last]
+        if requests:
+            masks, last = self._masks(requests, 0, {}), batch.last
+            decision = self.cycle.first_token(batch.slots[last], hidden[last], Needs.of(requests), masks)
+            launched.decisions.append((requests, self._readbacks.copy(decision), False))
 
     def _decode(self, requests: list[Request], launched: _Launched) -> None:
-        batch = self._batch = self._batch.next(requests, self.drafts, self.pools.device)
+        batch = self._batch = self._batch.next(requests, self.drafts, self.pools.staging)
         slots, drafts, masks = batch.slots, self.drafts, None
         if batch.needs.masks or (self.drafts and self.options.confidence):
             proposed = {request.request_id: self._chosen_drafts(request) for request in requests}
             drafts = max(len(tokens) for tokens in proposed.values())
             counts = [len(proposed[request.request_id]) for request in requests]
-            self.state.draft_counts[slots] = torch.tensor(counts, device=self.pools.device)
+            self.state.draft_counts[slots] = self.pools.staging.copy(torch.tensor(counts))[0]
             masks = self._masks(requests, drafts, proposed)
         if self.graphs is not None and masks is None and drafts == self.drafts:
             decision = self.graphs.run(slots, batch.reach, batch.needs)
         else:
             decision = self.cycle.decide(self.cycle.verify(slots, batch.reach, drafts), batch.needs, masks)
-        launched.decisions.append((batch.requests, Readback(decision, self.pools.device), True))
+        launched.decisions.append((batch.requests, self._readbacks.copy(decision), True))
 
     def _chosen_drafts(self, request: Request) -> list[int]:
         """The drafts to verify, as the host knows them: all, or those the drafter is confident of."""
@@ -322,7 +331,7 @@ class Runner:
             if answer is not None and answer.masks is not None:
                 with self._failing([request]):
                     answer.masks.fill(proposed.get(request.request_id, []), masks[number])
-        return masks.to(self.pools.device)
+        return self.pools.staging.copy(masks)[0]
 
     # ------------------------------------------------------------------------------------------ results
 

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from quickseek.config import ModelConfig
 from quickseek.engine.request import Request
+from quickseek.engine.staging import staging_on
 from quickseek.ops.sampling import DRAFT_WIDTH, Bias, Ends, Penalties, SparseDistribution, drafts_before
 from quickseek.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 NO_LIMIT = 2**62
+NO_ENDS = MAX_STOP_TOKEN_IDS + 1
+"""Ids that may end an answer: the most stop ids, and the end token."""
 
 
 class SlotState:
@@ -21,6 +24,8 @@ class SlotState:
     ``lengths``: committed positions. ``anchors``: the token chosen last, which has no row yet. ``drafts`` [S, k] and
     how many of them are to be verified, ``draft_counts``; ``draft_ids`` and ``draft_chances`` [S, k, W]: what sampled
     drafts were drawn from. ``produced``: tokens of the answer. ``ends`` [S, E]: ids that end it, -1 for none.
+
+    What the host writes when a request begins is columns of one table for each dtype, so that it is one copy.
     """
 
     def __init__(self, config: ModelConfig, num_slots: int, drafts: int, device: torch.device) -> None:
@@ -29,48 +34,49 @@ class SlotState:
         def integers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full((num_slots, *shape), fill, dtype=torch.int64, device=device)
 
-        def floats(fill: float) -> Tensor:
-            return torch.full((num_slots,), fill, dtype=torch.float64, device=device)
-
         width = min(DRAFT_WIDTH, config.vocab_size)
         self.eos_token_id = config.eos_token_id
-        self.lengths, self.anchors, self.produced = integers(), integers(), integers()
-        self.drafts, self.draft_counts = integers(drafts), integers()
+        self.staging = staging_on(device)
+        self.anchors, self.drafts = integers(), integers(drafts)
         self.draft_ids = integers(drafts, width)
         self.draft_chances = torch.zeros(num_slots, drafts, width, dtype=torch.float64, device=device)
         self.finished = torch.ones(num_slots, dtype=torch.bool, device=device)
-        self.limits, self.min_tokens = integers(fill=NO_LIMIT), integers()
-        self.seeds, self.ends = integers(), integers(MAX_STOP_TOKEN_IDS + 1, fill=-1)
-        self.temperature, self.top_p, self.top_k, self.min_p = floats(0.0), floats(1.0), integers(), floats(0.0)
-        self.presence, self.frequency, self.repetition = floats(0.0), floats(0.0), floats(1.0)
-        self.bias_ids = integers(MAX_LOGIT_BIAS, fill=-1)
-        self.bias_values = torch.zeros(num_slots, MAX_LOGIT_BIAS, dtype=torch.float64, device=device)
+        self._blank_integers = torch.tensor([0, 0, 0, NO_LIMIT, 0, 0, 0] + [-1] * (NO_ENDS + MAX_LOGIT_BIAS))
+        self._blank_floats = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0] + [0.0] * MAX_LOGIT_BIAS, dtype=torch.float64)
+        self._integers = self._blank_integers.repeat(num_slots, 1).to(device)
+        self._floats = self._blank_floats.repeat(num_slots, 1).to(device)
+        numbers, self.ends, self.bias_ids = self._integers.split((7, NO_ENDS, MAX_LOGIT_BIAS), 1)
+        self.lengths, self.produced, self.draft_counts, self.limits, self.min_tokens, self.seeds, self.top_k = (
+            numbers.unbind(1)
+        )
+        shares, self.bias_values = self._floats.split((6, MAX_LOGIT_BIAS), 1)
+        self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = shares.unbind(1)
         self.output_counts = torch.zeros(num_slots, config.vocab_size, dtype=torch.int32, device=device)
         self.prompt_seen = torch.zeros(num_slots, config.vocab_size, dtype=torch.bool, device=device)
 
     def begin(self, slot: int, request: Request, length: int) -> None:
         """Put ``request``, of which ``length`` positions are in the caches, into ``slot``."""
-        params = request.params
-        self.lengths[slot], self.produced[slot] = length, len(request.output_ids)
-        self.draft_counts[slot], self.finished[slot] = 0, False
-        self.limits[slot], self.seeds[slot] = request.limit, request.seed
-        self.min_tokens[slot] = min(params.min_tokens, request.limit)
-        self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
-        self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
-        self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
-        self.repetition[slot] = params.repetition_penalty
-        ends = params.ends(self.eos_token_id)
-        self.ends[slot] = -1
-        self.ends[slot, : len(ends)] = torch.tensor(ends, dtype=torch.int64)
-        self.bias_ids[slot] = -1
-        if params.logit_bias:
-            bias = params.logit_bias
-            self.bias_ids[slot, : len(bias)] = torch.tensor(list(bias), dtype=torch.int64)
-            self.bias_values[slot, : len(bias)] = torch.tensor(list(bias.values()), dtype=torch.float64)
+        params, bias = request.params, request.params.logit_bias or {}
+        integers, floats = self._blank_integers.clone(), self._blank_floats.clone()
+        least = min(params.min_tokens, request.limit)
+        numbers = [length, len(request.output_ids), 0, request.limit, least, request.seed, params.top_k]
+        numbers += params.ends(self.eos_token_id)
+        integers[: len(numbers)] = torch.tensor(numbers)
+        shares = [params.temperature, params.top_p, params.min_p]
+        shares += [params.presence_penalty, params.frequency_penalty, params.repetition_penalty, *bias.values()]
+        floats[: len(shares)] = torch.tensor(shares, dtype=torch.float64)
+        first = integers.numel() - MAX_LOGIT_BIAS
+        integers[first : first + len(bias)] = torch.tensor(list(bias), dtype=torch.int64)
+        self.staging.write(self._integers[slot], integers)
+        self.staging.write(self._floats[slot], floats)
+        self.finished[slot] = False
         self.output_counts[slot], self.prompt_seen[slot] = 0, False
         if params.penalised:
-            self.prompt_seen[slot, torch.tensor(request.prompt_ids, dtype=torch.int64)] = True
-            outputs = torch.tensor(request.output_ids, dtype=torch.int64, device=self.device)
+            prompt, outputs = self.staging.copy(
+                torch.tensor(request.prompt_ids, dtype=torch.int64), torch.tensor(request.output_ids, dtype=torch.int64)
+            )
+            # By index_fill_: an assignment by tensor would copy its number from the host, which waits.
+            self.prompt_seen[slot].index_fill_(0, prompt, True)
             self.output_counts[slot].index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
     # ------------------------------------------------------------------------------------------ what rows ask for
