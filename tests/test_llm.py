@@ -160,8 +160,8 @@ def test_an_interrupt_anywhere_leaves_a_model_that_works(directory: Path, part: 
             raise KeyboardInterrupt
         return result
 
-    setattr(owner, part, interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, part, interrupt)
         llm.generate(["go on", "and another"], GREEDY)
     with pytest.raises(RuntimeError, match="interrupted"):
         list(held)

@@ -250,7 +250,7 @@ class LLM:
                     self._inboxes[update.output.request_id].append(update)
         except BaseException:
             # Interrupted anywhere (Ctrl-C): what host and device know no longer agrees, so both begin anew.
-            self.runner = self._runner()
+            self.runner = self.runner.renewed()
             raise
 
 
