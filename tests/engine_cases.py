@@ -1,9 +1,14 @@
-"""How an answer is judged where another order of summation may choose another token."""
+"""Runs of the engine, and how an answer is judged where another order of summation may choose another token."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from model_driver import Batch
+from quickseek.engine.answer import RequestOutput
+from quickseek.engine.request import Request
+from quickseek.engine.runner import Runner
 from quickseek.model.causal_lm import CausalLM
 
 CLOSE_CALL = 2.0
@@ -20,3 +25,16 @@ def behind_the_best(model: CausalLM, prompts: list[list[int]], tokens: list[list
         chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
         found.append((logits.amax(1) - chosen) / logits.std())
     return torch.cat(found)
+
+
+def finished(runner: Runner, requests: Sequence[Request]) -> list[RequestOutput]:
+    """Outputs of requests that are added at once and run to their end."""
+    for request in requests:
+        runner.add(request)
+    outputs = {}
+    while not runner.idle:
+        for update in runner.step():
+            outputs[update.output.request_id] = update.output
+    found = [outputs[request.request_id] for request in requests]
+    assert all(output.error is None for output in found), [output.error for output in found]
+    return found

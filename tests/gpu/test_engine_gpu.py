@@ -9,6 +9,7 @@ import torch
 
 from engine_cases import CLOSE_CALL, behind_the_best
 from quickseek.checkpoint.miniature import write_miniature
+from quickseek.engine.request import Status
 from quickseek.engine.runner import Runner
 from quickseek.errors import ConfigError
 from quickseek.llm import LLM
@@ -57,6 +58,8 @@ def test_tokens_are_those_of_the_cpu_reference(directory: Path, drafts: int) -> 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_replays_give_what_eager_steps_give_bit_for_bit(directory: Path, drafts: int, temperature: float) -> None:
+    """Where lists of selected positions are equally wide, as here: graphs size them by the block tables, eager steps by
+    the positions reached, and another width may add in another order."""
     params = SamplingParams(max_tokens=24, temperature=temperature, top_p=0.9, seed=3, ignore_eos=True)
     llm = LLM(directory, num_speculative_tokens=drafts, **OPTIONS)
     replayed = answers(llm, params)
@@ -76,18 +79,38 @@ def test_requests_that_come_and_go_leave_each_other_alone(directory: Path) -> No
     model, _ = load_model(directory, Numerics.trained())
     model.set_token_map(llm.model.backbone.hashes.token_map.cpu())
     short = [PROMPTS[number % 3] for number in range(9)]
-    behind = behind_the_best(model, short, answers(llm, prompts=short))
-    assert behind.max() < CLOSE_CALL, "nine requests in six slots"
+    found = answers(llm, prompts=short)
+    assert behind_the_best(model, short, found).max() < CLOSE_CALL, "nine requests in six slots"
+    mixed_up = behind_the_best(model, short, [*found[1:], found[0]])
+    assert mixed_up.max() > CLOSE_CALL, "an answer to another's prompt is not noticed"
 
 
-def test_after_start_nothing_is_allocated_by_replays(directory: Path) -> None:
-    llm = LLM(directory, **OPTIONS)
+def allocated_by_decoding(llm: LLM, ticks: int) -> int:
+    """Allocations on the GPU while requests do nothing but decode and take new blocks."""
     runner: Runner = llm.runner
-    assert runner.graphs is not None
-    answers(llm)
-    before = torch.cuda.memory_stats()["num_alloc_retries"], torch.cuda.memory_reserved()
-    answers(llm)
-    assert (torch.cuda.memory_stats()["num_alloc_retries"], torch.cuda.memory_reserved()) == before
+    requests = llm._requests(PROMPTS, replace(GREEDY, max_tokens=64))
+    for request in requests:
+        runner.add(request)
+    for _ in range(6):
+        runner.step()
+    blocks = sum(len(request.block_table) for request in requests)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(ticks):
+        runner.step()
+    count = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    assert all(request.state is Status.DECODE for request in requests)
+    assert sum(len(request.block_table) for request in requests) > blocks, "no table was written"
+    while not runner.idle:
+        runner.step()
+    return int(count)
+
+
+def test_nothing_is_allocated_by_replays(directory: Path) -> None:
+    llm = LLM(directory, **OPTIONS)
+    assert llm.runner.graphs is not None
+    assert allocated_by_decoding(llm, 20) == 0
+    llm.runner.graphs = None
+    assert allocated_by_decoding(llm, 20) > 0, "eager steps allocate, and it is not noticed"
 
 
 def test_exact_arithmetic_on_a_gpu_is_refused(directory: Path) -> None:
