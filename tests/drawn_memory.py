@@ -178,17 +178,22 @@ layouts = st.tuples(st.integers(0, 12), st.sampled_from(LAYOUTS))
 
 
 @contextmanager
-def through_kernels() -> Iterator[None]:
-    """Within, doors compute on CPU tensors by their kernels (in the interpreter) where they have some."""
-    shipped = forms._module
+def through_kernels() -> Iterator[set[str]]:
+    """Within, doors compute on CPU tensors by their kernels (in the interpreter) where they have some.
+
+    Gives the names of the operations whose kernels were asked for.
+    """
+    shipped, asked = forms._module, set[str]()
 
     def kernels(door: str, on_cuda: bool) -> Any:
-        has_some = importlib.util.find_spec(f"{door}.triton") is not None
-        return importlib.import_module(f"{door}.triton") if has_some else shipped(door, on_cuda)
+        if importlib.util.find_spec(f"{door}.triton") is None:
+            return shipped(door, on_cuda)
+        asked.add(door.rpartition(".")[2])
+        return importlib.import_module(f"{door}.triton")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forms, "_module", kernels)
-        yield
+        yield asked
 
 
 @dataclass
