@@ -167,7 +167,8 @@ def test_closed_groups_are_written_as_by_the_reference(
         groups = [x.nan_to_num(0, posinf=3e38, neginf=-3e38).double().unflatten(-1, (-1, 16)) for x in (values, wanted)]
         largest = groups[1].abs().amax(-1, keepdim=True)
         apart = (groups[0] - groups[1]).abs() > groups[1].abs() / 2 + largest / 6
-        assert not apart.any() and (found != expected).sum() <= 0.1 * found.numel() + 2
+        changed = (values != wanted) & ~wanted.isnan()
+        assert not apart.any() and changed.sum() <= 0.1 * changed.numel() + 2
 
 
 @FEW
