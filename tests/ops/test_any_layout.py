@@ -71,10 +71,10 @@ def row_cases() -> dict[str, Case]:
             lambda x, kv, turn: norm_rope.normalised_kv(x, kv, 1e-6, turn, quantise=True), (x(3, 64), x(64), turn(3, 4))
         ),
         "mhc coefficients": Case(
-            lambda streams, fn: mhc.coefficients(
-                streams, fn, parameters[:3], parameters, norm_eps=1e-6, hc_eps=1e-6, iterations=2, hc_mult=4
+            lambda streams, fn, scale, base: mhc.coefficients(
+                streams, fn, scale, base, norm_eps=1e-6, hc_eps=1e-6, iterations=3, hc_mult=4
             ),
-            (x(3, 4, 8), x(24, 32, dtype=FP32)),
+            (x(3, 4, 8), x(24, 32, dtype=FP32), parameters[:3].clone(), parameters),
         ),
         "mhc post": Case(mhc.post, (x(3, 4, 8), x(3, 8), mixes)),
         "mhc collapse": Case(mhc.collapse, (x(3, 4, 8), mixes.pre)),
@@ -166,13 +166,14 @@ def product_cases() -> dict[str, Case]:
         cases[f"grouped {kind}"] = Case(linear.grouped_linear, (x(3, 2, 64), weight))
     experts, routing = packed_experts(4, 64, 32), routing_of(drawn(3, 4, 2))
     routed = moe.UnfinalizedMoE(x(6, 64), routing.weights, torch.tensor([[0, 5], [2, -1], [4, 1]]))
-    bias = x(5, dtype=FP32)
     cases |= {
         "linear_wide": Case(linear.linear_wide, (x(3, 40), x(7, 40))),
         "linear_wide of FP32": Case(linear.linear_wide, (x(3, 40, dtype=FP32), x(7, 40))),
         "route": Case(
-            lambda x, weight: moe.route(x, weight, bias, top_k=2, scale=1.5),
-            (x(3, 64), x(5, 64)),
+            lambda x, weight, bias, image_bias, image_rows: moe.route(
+                x, weight, bias, top_k=2, scale=1.5, image_bias=image_bias, image_rows=image_rows
+            ),
+            (x(3, 64), x(5, 64), x(5, dtype=FP32), x(5, dtype=FP32, seed=3), torch.tensor([True, False, True])),
         ),
         "routed_experts": Case(lambda *a: moe.routed_experts(*a, limit=5.0), (x(3, 64), routing, experts)),
         "shared_expert": Case(

@@ -203,7 +203,8 @@ def coefficients(
     )  # fmt: skip
     block = triton.next_power_of_2(splits)
     _mix[(rows,)](
-        parts, scale, base, mixes.pre, mixes.post, mixes.comb, channels, splits, norm_eps, hc_eps, iterations, block,
+        parts, scale.contiguous(), base.contiguous(), mixes.pre, mixes.post, mixes.comb,
+        channels, splits, norm_eps, hc_eps, iterations, block,
         num_warps=4,
     )  # fmt: skip
     return mixes

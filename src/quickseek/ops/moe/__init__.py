@@ -37,9 +37,11 @@ def route(
     """
     expect_shape("x", x, [None, weight.shape[1]])
     expect_shape("bias", bias, [weight.shape[0]])
+    bias = bias.contiguous()
     if image_bias is not None and image_rows is not None:
         expect_shape("image_bias", image_bias, [weight.shape[0]])
         expect_shape("image_rows", image_rows, [x.shape[0]])
+        image_bias, image_rows = image_bias.contiguous(), image_rows.contiguous()
     found: Routing = form(__name__, x).route(x, weight, bias, top_k, scale, temperature, image_bias, image_rows)
     return found
 
