@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,17 @@ HERE = Path(__file__).parent
 LAUNCHES = sorted(HERE.glob("launches_*.py"))
 LARGEST_SHARED = 227 * 1024
 
+LOOKS_AHEAD = {"down"}
+"""Kernels that read before their wait what the kernel before does not write; all others read nothing."""
+
 pytestmark = pytest.mark.compiler
+
+
+def breaks_the_chain(kernel: dict[str, Any]) -> bool:
+    """Whether a kernel touches what others write before it has waited, or lets the next start before that."""
+    before, waited, after = kernel["order"].partition("w")
+    allowed = "l" if kernel["kernel"] in LOOKS_AHEAD else ""
+    return not kernel["chained"] or not waited or before not in ("", allowed) or "n" not in after
 
 
 @pytest.mark.parametrize("capability", [90, 100, 103])
@@ -29,6 +40,7 @@ def test_every_launch_compiles(file: Path, capability: int) -> None:
         assert call["kernels"], f"{call['name']} launched no kernel"
         for kernel in call["kernels"]:
             assert kernel["shared"] <= LARGEST_SHARED, f"{call['name']}: {kernel}"
+            assert not breaks_the_chain(kernel), f"{call['name']}: {kernel}"
 
 
 def test_a_kernel_that_cannot_be_compiled_is_found(tmp_path: Path) -> None:
@@ -43,3 +55,21 @@ def test_a_kernel_that_cannot_be_compiled_is_found(tmp_path: Path) -> None:
     )
     with pytest.raises(AssertionError, match="no_such_thing"):
         test_every_launch_compiles(file, 90)
+
+
+@pytest.mark.parametrize(
+    ("order", "name", "chained", "broken"),
+    [
+        ("wnls", "any", True, False),
+        ("wls", "any", True, True),  # the next kernel is never let go
+        ("nwls", "any", True, True),
+        ("lwnls", "any", True, True),
+        ("lwnls", "down", True, False),
+        ("swnls", "down", True, True),
+        ("lswns", "down", True, True),
+        ("ls", "any", True, True),
+        ("wnls", "any", False, True),
+    ],
+)
+def test_a_kernel_out_of_order_is_noticed(order: str, name: str, chained: bool, broken: bool) -> None:
+    assert breaks_the_chain({"kernel": name, "order": order, "chained": chained}) is broken

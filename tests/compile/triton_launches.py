@@ -9,6 +9,7 @@ Prints a JSON line for every call: its name and the kernels it compiled, with wh
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,25 @@ class NoDevice:
         return 0
 
 
+def chain_order(ptx: str) -> str:
+    """What a kernel does to memory others may write, in the order of its text.
+
+    A letter each: l(oads) and s(tores) of global memory, w(ait) for the kernels before, n(ext) may start; runs of a
+    letter are one.
+    """
+    letters = {
+        "griddepcontrol.wait": "w",
+        "griddepcontrol.launch_dependents": "n",
+        "ld.global": "l",
+        "cp.async.c": "l",
+        "st.global": "s",
+        "atom.": "s",
+        "red.": "s",
+    }
+    found = re.findall("|".join(rf"(?<![\w.]){re.escape(word)}" for word in letters), ptx)
+    return re.sub(r"(.)\1+", r"\1", "".join(letters[word] for word in found))
+
+
 def compile_instead_of_launching(capability: int, found: list[dict[str, Any]]) -> None:
     """From now on a launch compiles its kernel, and appends what came of it to ``found``."""
     from triton.runtime import driver
@@ -43,7 +63,15 @@ def compile_instead_of_launching(capability: int, found: list[dict[str, Any]]) -
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         metadata = kernel.metadata
-        found.append({"kernel": self.__name__, "warps": metadata.num_warps, "shared": metadata.shared})
+        found.append(
+            {
+                "kernel": self.__name__,
+                "warps": metadata.num_warps,
+                "shared": metadata.shared,
+                "chained": metadata.launch_pdl,
+                "order": chain_order(kernel.asm["ptx"]),
+            }
+        )
         return kernel
 
     JITFunction.run = compile_only

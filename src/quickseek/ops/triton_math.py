@@ -6,6 +6,8 @@ Each computes what its namesake of ``quickseek.formats`` does, on blocks of FP32
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def e8m0_value(byte):
@@ -34,6 +36,44 @@ def e2m1_value(code):
     """FP32 values of E2M1 codes 0..15 in any integer dtype."""
     bits = code.to(tl.int32)
     return (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+def _e2m1_ptx(unit: bool) -> str:
+    """PTX for ``e2m1_pairs``, on four bytes of pairs and their BF16 scales in two words.
+
+    Two of the bytes are spread over the halves of a word. A product copies a code to where the lowest exponent bits,
+    the highest mantissa bit and the sign of BF16 are: 2^-126 of its value, which ``unit`` makes up for.
+    """
+    corrected = "mul.rn.bf16x2 ${0}, ${0}, unit;" if unit else ""
+    part = (
+        "and.b32 ${0}, {1}, {2}; mul.lo.u32 ${0}, ${0}, {3}; and.b32 ${0}, ${0}, 0x81C081C0;"
+        f" {corrected} mul.rn.bf16x2 ${{0}}, ${{0}}, ${{4}};"
+    )
+    even = [part.format(n, half, "0x000F000F", "0x1040", 5 + n) for n, half in enumerate(("low", "high"))]
+    odd = [part.format(2 + n, half, "0x00F000F0", "0x104", 5 + n) for n, half in enumerate(("low", "high"))]
+    spread = "prmt.b32 low, $4, 0, 0x4140; prmt.b32 high, $4, 0, 0x4342;"
+    return "\n".join(["{ .reg .b32 low, high, unit; mov.b32 unit, 0x7E807E80;", spread, *even, *odd, "}"])
+
+
+_E2M1_PTX = tl.constexpr(_e2m1_ptx(True))
+_SMALL_E2M1_PTX = tl.constexpr(_e2m1_ptx(False))
+
+
+@triton.jit
+def e2m1_pairs(pairs, scale, SMALL: tl.constexpr):
+    """BF16 of the even and of the odd elements of E2M1 pairs (bytes) times BF16 scales of the same shape: exact.
+
+    SMALL: 2^-126 of these, which saves a product for each pair.
+    """
+    if INTERPRETED:
+        # The interpreter's BF16 is bits: products are FP32.
+        wide = scale.to(tl.float32) * (1.1754943508222875e-38 if SMALL else 1.0)
+        code = pairs.to(tl.int32)
+        return (e2m1_value(code & 15) * wide).to(tl.bfloat16), (e2m1_value(code >> 4) * wide).to(tl.bfloat16)
+    ASM: tl.constexpr = _SMALL_E2M1_PTX if SMALL else _E2M1_PTX
+    return tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r,r,r", [pairs, scale], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
 
 
 @triton.jit

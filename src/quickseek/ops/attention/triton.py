@@ -21,9 +21,9 @@ from quickseek.ops import triton_math as math
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.rows import StepRows
+from quickseek.ops.triton_chain import begin, chained
 from quickseek.ops.triton_launch import multiprocessors
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 KINDS = {"plain": 0, "a8": 1, "q4k": 2}
 """Numbers of the kinds of records in the kernel."""
 TILE = 64
@@ -38,7 +38,7 @@ MOST_HEADS = 32
 @triton.jit
 def _scaled_e4m3(codes, scale):
     """BF16 of E4M3 bytes [n, g, 32] times BF16 powers of two [n, g, 1]."""
-    if INTERPRETED:
+    if math.INTERPRETED:
         return (math.e4m3_value(codes) * scale.to(tl.float32)).to(tl.bfloat16)
     return tl.inline_asm_elementwise(
         """
@@ -70,52 +70,6 @@ def _scaled_e4m3(codes, scale):
 
 
 @triton.jit
-def _scaled_e2m1(pairs, scale):
-    """BF16 of the even and of the odd elements of E2M1 pairs (bytes [n, g, 8]) times BF16 [n, g, 1]: exact."""
-    if INTERPRETED:
-        wide = scale.to(tl.float32)
-        even, odd = math.e2m1_value(pairs & 15) * wide, math.e2m1_value(pairs >> 4) * wide
-        return even.to(tl.bfloat16), odd.to(tl.bfloat16)
-    # Of four bytes, two at a time lie in the halves of a word. A product copies a code to where the lowest exponent
-    # bits, the highest mantissa bit and the sign of BF16 are: 2^-126 of its value.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high, unit;
-        mov.b32 unit, 0x7E807E80;
-        prmt.b32 low, $4, 0, 0x4140;
-        prmt.b32 high, $4, 0, 0x4342;
-        and.b32 $0, low, 0x000F000F;
-        mul.lo.u32 $0, $0, 0x1040;
-        and.b32 $0, $0, 0x81C081C0;
-        mul.rn.bf16x2 $0, $0, unit;
-        mul.rn.bf16x2 $0, $0, $5;
-        and.b32 $1, high, 0x000F000F;
-        mul.lo.u32 $1, $1, 0x1040;
-        and.b32 $1, $1, 0x81C081C0;
-        mul.rn.bf16x2 $1, $1, unit;
-        mul.rn.bf16x2 $1, $1, $6;
-        and.b32 $2, low, 0x00F000F0;
-        mul.lo.u32 $2, $2, 0x104;
-        and.b32 $2, $2, 0x81C081C0;
-        mul.rn.bf16x2 $2, $2, unit;
-        mul.rn.bf16x2 $2, $2, $5;
-        and.b32 $3, high, 0x00F000F0;
-        mul.lo.u32 $3, $3, 0x104;
-        and.b32 $3, $3, 0x81C081C0;
-        mul.rn.bf16x2 $3, $3, unit;
-        mul.rn.bf16x2 $3, $3, $6;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [pairs, tl.broadcast_to(scale, pairs.shape)],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
 def _records(storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
     """BF16 values [n, padded] of the records that begin at elements ``base`` int64 [n]; zeros where not ``seen``."""
     start = storage + base[:, None]
@@ -136,7 +90,8 @@ def _records(storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kin
         pairs = tl.load(start + pair, mask=seen[:, None] & (pair < width // 2), other=0)
         scales = tl.load(start + width // 2 + group, mask=seen[:, None] & (group < width // 16), other=0)
         scales = math.e4m3_value(scales).to(tl.bfloat16)[:, :, None]
-        even, odd = _scaled_e2m1(tl.reshape(pairs, (base.shape[0], padded // 16, 8)), scales)
+        pairs = tl.reshape(pairs, (base.shape[0], padded // 16, 8))
+        even, odd = math.e2m1_pairs(pairs, tl.broadcast_to(scales, pairs.shape), SMALL=False)
         return tl.reshape(tl.join(even, odd), (base.shape[0], padded))
 
 
@@ -161,6 +116,7 @@ def _fold(keys, seen, queries, largest, total, mixed, scale):
 # ---------------------------------------------------------------------------------------------- kernels
 
 
+@chained
 @triton.jit(do_not_specialize=["heads", "tiles", "ring_tiles", "step_tiles", "window_size", "block_rows"])
 def _attend(
     queries, step_kv, positions, requests, starts, oldest, ring, ring_table, pages, pages_table, lists, sinks,
@@ -177,6 +133,7 @@ def _attend(
     Else: a row of a draft block of ``block_rows``, which sees the window up to its request's last position, and all
     rows of its block.
     """
+    begin()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(2) * head_block + tl.arange(0, head_block)
     channel = tl.arange(0, padded)
@@ -256,12 +213,14 @@ def _attend(
         tl.store(out + place, tl.trans(mixed).to(tl.bfloat16), mask=at_head)
 
 
+@chained
 @triton.jit(do_not_specialize=["heads", "parts"])
 def _add_up(
     part_largest, part_total, part_mixed, sinks, out, heads, parts,
     width: tl.constexpr, channels: tl.constexpr, part_block: tl.constexpr,
 ):  # fmt: skip
     """``channels`` channels of one head of a row from its ``parts`` parts, in ascending order."""
+    begin()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.program_id(2) * channels + tl.arange(0, channels)
     part = tl.arange(0, part_block)

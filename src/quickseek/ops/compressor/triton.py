@@ -20,15 +20,18 @@ from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
+from quickseek.ops.triton_chain import begin, chained
 from quickseek.ops.triton_launch import padded
 
 
+@chained
 @triton.jit
 def _pool(
     raw, ring, table, requests, positions, starts, ends, weight, out,
     table_stride, block_stride, row_stride, ring_rows, eps,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64)
     request, position = tl.load(requests + row), tl.load(positions + row)
     start = tl.load(starts + request)
@@ -88,6 +91,7 @@ def _group_row(
     records.store_record(values, record, live, KIND, WIDTH, PADDED)
 
 
+@chained
 @triton.jit
 def _write_groups(
     latents, keys, key_weight, cos, sin, requests, positions, keep_from, eps,
@@ -97,6 +101,7 @@ def _write_groups(
     KV_KIND: tl.constexpr, KV_WIDTH: tl.constexpr, KV_PADDED: tl.constexpr,
     KEY_KIND: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_PADDED: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64)
     request, position = tl.load(requests + row), tl.load(positions + row)
     group = tl.where((position + 1) % RATIO == 0, position // RATIO, -1)

@@ -20,6 +20,7 @@ from quickseek.ops.checks import expect_dtype
 from quickseek.ops.engram.reference import DEAD, GATE_FLOOR
 from quickseek.ops.linear import Fp8Weight, Weight
 from quickseek.ops.rows import StepRows
+from quickseek.ops.triton_chain import begin, chained
 
 if TYPE_CHECKING:
     from quickseek.ops.engram import HashConstants
@@ -30,12 +31,14 @@ _ROWS = 32
 """Rows of a program that works on ids."""
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "earlier_rows", "lookback"])
 def _windows(
     ids, positions, requests, starts, earlier, table, table_stride, out, rows, earlier_rows, lookback,
     given: tl.constexpr, block_t: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """out [rows, lookback + 1]; ``earlier``: a ring [blocks, earlier_rows], or ``given`` ids [B, lookback]."""
+    begin()
     row = (tl.program_id(0) * block_t + tl.arange(0, block_t)).to(tl.int64)
     live = row < rows
     distance = tl.arange(0, block)[None, :]
@@ -57,12 +60,14 @@ def _windows(
     tl.store(out + row[:, None] * (lookback + 1) + distance, found, mask=live[:, None] & (distance <= lookback))
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "pad"])
 def _hash(
     windows, multipliers, primes, offsets, out, rows, pad,
     orders: tl.constexpr, heads: tl.constexpr, block_t: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """out [rows, orders * heads]: walking back, everything behind the first dead id is the pad (spec 8.3)."""
+    begin()
     row = (tl.program_id(0) * block_t + tl.arange(0, block_t)).to(tl.int64)
     live = row < rows
     head = tl.arange(0, block)
@@ -80,9 +85,11 @@ def _hash(
         tl.store(out + row[:, None] * (orders * heads) + column[None, :], number, mask=live[:, None] & real[None, :])
 
 
+@chained
 @triton.jit
 def _gather(codes, scales, numbers, out, width, packed: tl.constexpr, block: tl.constexpr):
     """One table row: E4M3 codes with an E8M0 byte for 32 of them, or values as they are."""
+    begin()
     number = tl.load(numbers + tl.program_id(0))
     channel = tl.arange(0, block)
     inside = channel < width
@@ -96,9 +103,11 @@ def _gather(codes, scales, numbers, out, width, packed: tl.constexpr, block: tl.
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
+@chained
 @triton.jit
 def _inject(streams, key_value, q_weight, k_weight, dead, out, hidden, copies, eps, block: tl.constexpr):
     """One copy of one row: gate from the norms and the weighted dot product, then the gated value (spec 8.4)."""
+    begin()
     row, copy = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, block)
     inside = channel < hidden

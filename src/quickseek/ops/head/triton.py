@@ -10,14 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from quickseek.ops.checks import expect_dtype
+from quickseek.ops.triton_chain import begin, chained
 
 STEP = 1024
 
 
+@chained
 @triton.jit
 def _confidence(
     collapsed, markov, weight, out, hidden, rank, collapsed_stride, markov_stride, STEP: tl.constexpr
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64)
     terms = tl.zeros((STEP,), tl.float32)
     for start in range(0, hidden, STEP):

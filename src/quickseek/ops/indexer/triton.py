@@ -28,6 +28,7 @@ from quickseek.ops.cache import CacheView, IndexKeyCodec
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.indexer.reference import Selection
 from quickseek.ops.rows import StepRows
+from quickseek.ops.triton_chain import begin, chained
 from quickseek.ops.triton_launch import multiprocessors
 
 SCRATCH_BYTES = 256 << 20
@@ -43,7 +44,6 @@ MOST_ROWS = 65535
 PROGRAMS = 8
 """Programs of a multiprocessor that a launch aims at, beyond which each takes several tiles."""
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 EVERY, BLOCKS, CANDIDATES = 0, 1, 2
 """What the leaves of a tree choose among: visible groups, blocks of them, or groups of candidate blocks."""
 
@@ -60,51 +60,10 @@ def visible_groups(positions, row, ratio, groups):
 @triton.jit
 def unpacked(codes, scales):
     """BF16 of the even and of the odd elements of E2M1 pairs (bytes [n, g, 16]) times E8M0 bytes [n, g]: exact."""
-    if INTERPRETED:
-        scale = tl.expand_dims(math.e8m0_value(scales), -1)
-        even = math.e2m1_value(codes & 15) * scale
-        odd = math.e2m1_value(codes.to(tl.int32) >> 4) * scale
-        return even.to(tl.bfloat16), odd.to(tl.bfloat16)
     bits = scales.to(tl.int16) << 7
     bits = tl.where(scales == 0, 0x0040, tl.where(scales == 255, 0x7FC0, bits)).to(tl.int16)
     scale = tl.broadcast_to(tl.expand_dims(bits.to(tl.bfloat16, bitcast=True), -1), codes.shape)
-    # Of four bytes, two at a time lie in the halves of a word. A product copies a code to where the lowest exponent
-    # bits, the highest mantissa bit and the sign of BF16 are: 2^-126 of its value.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high, unit;
-        mov.b32 unit, 0x7E807E80;
-        prmt.b32 low, $4, 0, 0x4140;
-        prmt.b32 high, $4, 0, 0x4342;
-        and.b32 $0, low, 0x000F000F;
-        mul.lo.u32 $0, $0, 0x1040;
-        and.b32 $0, $0, 0x81C081C0;
-        mul.rn.bf16x2 $0, $0, unit;
-        mul.rn.bf16x2 $0, $0, $5;
-        and.b32 $1, high, 0x000F000F;
-        mul.lo.u32 $1, $1, 0x1040;
-        and.b32 $1, $1, 0x81C081C0;
-        mul.rn.bf16x2 $1, $1, unit;
-        mul.rn.bf16x2 $1, $1, $6;
-        and.b32 $2, low, 0x00F000F0;
-        mul.lo.u32 $2, $2, 0x104;
-        and.b32 $2, $2, 0x81C081C0;
-        mul.rn.bf16x2 $2, $2, unit;
-        mul.rn.bf16x2 $2, $2, $5;
-        and.b32 $3, high, 0x00F000F0;
-        mul.lo.u32 $3, $3, 0x104;
-        and.b32 $3, $3, 0x81C081C0;
-        mul.rn.bf16x2 $3, $3, unit;
-        mul.rn.bf16x2 $3, $3, $6;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [codes, scale],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
+    return math.e2m1_pairs(codes, scale, SMALL=False)
 
 
 @triton.jit
@@ -156,6 +115,7 @@ def clear(counters, count):
         tl.store(counters + index, tl.zeros_like(index), mask=index < count)
 
 
+@chained
 @triton.jit(
     do_not_specialize=[*("rows", "row_begin", "row_end", "groups", "table_stride", "stride", "counters", "ratio")]
 )
@@ -166,6 +126,7 @@ def score_groups(
     KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """``scores`` [row_end - row_begin, stride] at every visible group; grid (tiles, requests, shares of the rows)."""
+    begin()
     clear(arrivals, counters)
     request = tl.program_id(1)
     first = tl.maximum(tl.load(first_rows + request).to(tl.int32), row_begin)
@@ -198,6 +159,7 @@ def candidate_groups(candidates, slot, slots, block_size):
     return tl.where(block >= 0, block * block_size + slot % block_size, -1)
 
 
+@chained
 @triton.jit(do_not_specialize=["row_begin", "groups", "slots", "table_stride", "counters", "ratio"])
 def score_candidates(
     queries, weights, storage, table, positions, requests, candidates, scores, arrivals,
@@ -206,6 +168,7 @@ def score_candidates(
     KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """``scores`` [rows, slots] at every slot of the rows' candidate blocks, -inf where none; grid (tiles, rows)."""
+    begin()
     clear(arrivals, counters)
     row = row_begin + tl.program_id(1)
     visible = visible_groups(positions, row, ratio, groups)
@@ -290,6 +253,7 @@ def leaf(scores, candidates, item, items, visible, block_size, MODE: tl.constexp
     return tl.where(inside, order_bits(value), 0).to(tl.uint32), number
 
 
+@chained
 @triton.jit(do_not_specialize=["row_begin", "groups", "slots", "stride", "nodes_of_row", "k", "ratio"])
 def choose(
     scores, candidates, positions, arrivals, kept_keys, kept_groups, out,
@@ -301,6 +265,7 @@ def choose(
     ``kept_keys``, ``kept_groups`` [rows, nodes_of_row, KEPT] and zeroed ``arrivals`` [rows, nodes_of_row] hold what
     goes up the tree; a level's nodes follow those of the level below. ``nodes_of_row`` of 1 uses none of them.
     """
+    begin()
     FAN: tl.constexpr = CHUNK // KEPT
     index = tl.program_id(1)
     row = row_begin + index
@@ -354,6 +319,7 @@ def choose(
                     node = parent
 
 
+@chained
 @triton.jit(do_not_specialize=["groups", "count", "slots", "ratio", "unit"])
 def every_visible(positions, candidates, out, groups, count, slots, ratio, unit,
                   RESTRICTED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -361,6 +327,7 @@ def every_visible(positions, candidates, out, groups, count, slots, ratio, unit,
 
     Grid (rows,). Restricted: ``unit`` is the size of a candidate block, and group g stands at place g.
     """
+    begin()
     row = tl.program_id(0)
     visible = visible_groups(positions, row, ratio, groups)
     out += row.to(tl.int64) * count
@@ -447,8 +414,8 @@ def select(
     stride = groups if candidates is None else choices[0].items
     row_bytes = 4 * stride + sum(choice.row_bytes for choice in choices)
     step = min(max(SCRATCH_BYTES // row_bytes, 1), MOST_ROWS)
-    for begin in range(0, count, step):
-        chunk = range(begin, min(begin + step, count))
+    for first in range(0, count, step):
+        chunk = range(first, min(first + step, count))
         scores = torch.empty(len(chunk), stride, dtype=torch.float32, device=queries.device)
         counts = [choice.counters(len(chunk)) for choice in choices]
         arrivals = torch.empty(sum(counts), dtype=torch.int32, device=queries.device)

@@ -8,8 +8,8 @@ order. ``_prepare_rows`` runs before it (a second launch) where rows are to be q
 out.
 
 E8M0 scales multiply values before they are rounded to BF16, which is exact for scales within 2^100 of one; codes on
-both sides are multiplied in FP16, where they are exact, and scaled in FP32. Nothing is read before a predecessor's
-output.
+both sides are multiplied in FP16, where they are exact, and scaled in FP32. ``_few`` asks for its weights
+before it waits for its predecessor (``triton_chain``); all else is read after.
 """
 
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from torch import Tensor
 from quickseek.formats import BLOCK
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype
+from quickseek.ops.triton_chain import begin, chained, fetch, fetched_bytes
 from quickseek.ops.triton_launch import multiprocessors
 
 if TYPE_CHECKING:
@@ -63,18 +64,25 @@ def _power(exponent):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@chained
+@triton.jit(do_not_specialize=["rows", "fetched"])
 def _few(
     x, x_scales, weight, weight_scales, out,
-    rows, outputs, inner, x_stride, x_group, x_scales_stride, weight_stride, scales_stride,
+    rows, outputs, inner, x_stride, x_group, x_scales_stride, weight_stride, scales_stride, fetched,
     KIND: tl.constexpr, INPUT: tl.constexpr,
     ROWS: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """out[t, g, o] for OUT outputs o of group g: each of PARTS warps multiplies PART of every PARTS * PART of K."""
+    """out[t, g, o] for OUT outputs o of group g: each of PARTS warps multiplies PART of every PARTS * PART of K.
+
+    The first ``fetched`` bytes of each of its weight rows are on their way before it waits.
+    """
     group, first = tl.program_id(1), tl.program_id(0) * OUT
     outs, row = first + tl.arange(0, OUT), tl.arange(0, ROWS)
     weight_row = (group * outputs + outs).to(tl.int64)
     here, there = outs < outputs, row < rows
+    fetched_row = (group * outputs + tl.minimum(outs, outputs - 1)).to(tl.int64)
+    fetch((weight + fetched_row * weight_stride).to(tl.int64), fetched, 32 * PARTS // OUT)
+    begin()
     GROUPS: tl.constexpr = PART // 32
     x_rows = x + group.to(tl.int64) * x_group + row.to(tl.int64)[None, :, None] * x_stride
     # A tile of outputs lies in one block row of an FP8 weight.
@@ -143,6 +151,7 @@ def _few(
     tl.store(place, total, mask=here[:, None] & there[None, :])
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "steps", "splits"])
 def _many(
     x, weight, weight_scales, out, parts, arrived,
@@ -154,6 +163,7 @@ def _many(
     With SPLIT it leaves its sums in parts[split, t, g, o] and adds 1 to the tile's number ``arrived``: the last of the
     ``splits`` programs to come adds all parts, in order.
     """
+    begin()
     group, split = tl.program_id(2) // splits, tl.program_id(2) % splits
     outs, row = tl.program_id(1) * OUT + tl.arange(0, OUT), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     weight_row = (group * outputs + outs).to(tl.int64)
@@ -205,9 +215,11 @@ def _many(
         tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
 
 
+@chained
 @triton.jit(do_not_specialize=["size", "tiles"])
 def _prepare_rows(x, scales, out, arrived, size, tiles, INPUT: tl.constexpr, WIDTH: tl.constexpr):
     """BF16 values of rows after A8 ("a8"), of codes and E8M0 bytes ("codes"), or none; and zeros in ``arrived``."""
+    begin()
     index = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     tl.store(arrived + index, tl.zeros((WIDTH,), tl.int32), mask=index < tiles)
     if INPUT != "plain":
@@ -223,11 +235,13 @@ def _prepare_rows(x, scales, out, arrived, size, tiles, INPUT: tl.constexpr, WID
         tl.store(out + place, values.to(tl.bfloat16), mask=mask)
 
 
+@chained
 @triton.jit
 def _plain(
     x, weight, out, outputs, inner, x_stride, weight_stride, OUT: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """out[t, o] of row t and OUT outputs o; both sides are promoted to FP32."""
+    begin()
     row = tl.program_id(1).to(tl.int64)
     outs = tl.program_id(0) * OUT + tl.arange(0, OUT)
     sums = tl.zeros((OUT, STEP), tl.float32)
@@ -311,7 +325,7 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     _few[(triton.cdiv(outputs, tile), groups)](
         x, x if scales is None else scales, codes, weight_scales, out,
         rows, outputs, inner, x.stride(0), x.stride(1) if groups > 1 else 0,
-        0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0),
+        0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0), fetched_bytes(codes),
         KIND=kind, INPUT=given, ROWS=8 if rows <= 8 else 16, OUT=tile, PARTS=parts, PART=part,
         num_warps=parts, num_stages=stages,
     )  # fmt: skip

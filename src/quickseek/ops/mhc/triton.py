@@ -21,6 +21,7 @@ from torch import Tensor
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.mhc.reference import Mixes
 from quickseek.ops.mhc.reference import first_streams as first_streams  # a view and a constant: nothing to compute
+from quickseek.ops.triton_chain import begin, chained, fetch
 
 _COPIES = 4
 _FEW_ROWS = 64
@@ -29,12 +30,16 @@ _SHORT_RANGE, _LONG_RANGE = 128, 1280
 """Channels of a program: all of them at once where rows are few."""
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _project(x, fn, parts, rows, channels, length, splits, block_t: tl.constexpr, block_k: tl.constexpr):
     """parts [rows, splits, 32]: the 24 products of each row over one range of channels, and its sum of squares."""
     split = tl.program_id(0)
     row = tl.program_id(1) * block_t + tl.arange(0, block_t)
     column = tl.arange(0, 32)
+    place = (fn + tl.minimum(column, 23) * channels + split * length).to(tl.int64)
+    fetch(place, 4 * tl.minimum(length, channels - split * length), 4)
+    begin()
     products = tl.zeros((block_t, 32), tl.float32)
     squares = tl.zeros((block_t,), tl.float32)
     for start in range(split * length, tl.minimum((split + 1) * length, channels), block_k):
@@ -109,9 +114,11 @@ def _store_row(place, a, b, c, d):
     tl.store(place + 3, d)
 
 
+@chained
 @triton.jit(do_not_specialize=["splits", "iterations"])
 def _mix(parts, scale, base, pre, post, comb, channels, splits, norm_eps, hc_eps, iterations, block: tl.constexpr):
     """The coefficients of one row from the parts of its projections; a row of comb is a source (spec 5.2)."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     split, number = tl.arange(0, block)[:, None], tl.arange(0, 32)
     own = tl.load(parts + (row * splits + split) * 32 + number[None, :], mask=split < splits, other=0.0)
@@ -145,9 +152,11 @@ def _mix(parts, scale, base, pre, post, comb, channels, splits, norm_eps, hc_eps
     _store_row(place + 12, d0, d1, d2, d3)
 
 
+@chained
 @triton.jit
 def _post(streams, output, post, comb, out, hidden, copies: tl.constexpr, block: tl.constexpr):
     """One range of channels of one row, all copies."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     source = tl.arange(0, copies)
@@ -161,9 +170,11 @@ def _post(streams, output, post, comb, out, hidden, copies: tl.constexpr, block:
         tl.store(out + (row * copies + target) * hidden + channel, value.to(out.dtype.element_ty), mask=inside)
 
 
+@chained
 @triton.jit
 def _collapse(streams, pre, out, hidden, copies: tl.constexpr, mean: tl.constexpr, block: tl.constexpr):
     """One range of channels of one row: the weighted sum over copies, or their mean."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     source = tl.arange(0, copies)

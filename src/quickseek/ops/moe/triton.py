@@ -31,11 +31,11 @@ from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.linear import Fp4Weight, QuantizedRows, Weight
 from quickseek.ops.moe.reference import WEIGHT_FLOOR, Routing, UnfinalizedMoE
+from quickseek.ops.triton_chain import begin, chained, fetch
 
 if TYPE_CHECKING:
     from quickseek.ops.moe import ExpertWeights
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FEW_SLOTS = 512
 """Up to so many (row, expert) pairs each pair has a tile of its own; above, experts have them."""
 TILE_ROWS = ((2, 8), (10, 16))
@@ -56,10 +56,15 @@ def router_score(logit):
     return tl.where(logit < -20.0, tl.exp(0.5 * logit), tl.sqrt(softplus))
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "experts", "chunks"])
 def router_parts(x, weight, parts, rows, experts, hidden, chunks, LINES: tl.constexpr, ROWS: tl.constexpr):
     """parts [splits, rows, experts]: products over ``chunks`` times 64 columns of x and weight."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    first = tl.program_id(2) * chunks * 64
+    place = (weight + tl.minimum(line, experts - 1).to(tl.int64) * hidden + first).to(tl.int64)
+    fetch(place, 2 * tl.minimum(chunks * 64, hidden - first), 4)
+    begin()
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
     x_row = x + row.to(tl.int64)[None, :] * hidden
@@ -75,12 +80,14 @@ def router_parts(x, weight, parts, rows, experts, hidden, chunks, LINES: tl.cons
     tl.store(place, total, mask=(line < experts)[:, None] & (row < rows)[None, :])
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "experts", "scale", "temperature", "weight_floor"])
 def choose(
     parts, bias, image_bias, image_rows, chosen, weights, rows, experts, scale, temperature, weight_floor,
     SPLITS: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The experts and weights of one row: TOP times the largest biased score; a NaN is above every number."""
+    begin()
     row = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
     exists = expert < experts
@@ -170,48 +177,11 @@ def fp4_values(codes, scales, SCALE_SHAPE: tl.constexpr):
     SCALE_SHAPE: the shape of ``scales`` with a dimension of 16 behind it. Exact for scales of 2^-62 to 2^64; a larger
     one gives NaN. The activations that they are multiplied with are 2^63 times too large.
     """
-    if INTERPRETED:
-        scale = tl.where(scales < 192, math.e8m0_value(scales) * 1.0842021724855044e-19, float("nan"))
-        scale = tl.reshape(tl.broadcast_to(tl.expand_dims(scale, -1), SCALE_SHAPE), codes.shape)
-        even = math.e2m1_value(codes & 15) * scale
-        odd = math.e2m1_value(codes.to(tl.int32) >> 4) * scale
-        return even.to(tl.bfloat16), odd.to(tl.bfloat16)
     bits = tl.where(scales < 192, (scales.to(tl.int16) + 63) << 7, 0x7FC0).to(tl.int16)
     scale = tl.expand_dims(bits.to(tl.bfloat16, bitcast=True), -1)
     scale = tl.reshape(tl.broadcast_to(scale, SCALE_SHAPE), codes.shape)
-    # Four bytes at a time: two of them are spread over the halves of a word. A product puts a code's magnitude at the
-    # lowest exponent bits and the highest mantissa bit of BF16 and its sign at the top: 2^-126 of the value, so the
-    # scale is taken 2^63 times too large. With both corrected here, a product more would be needed for each pair.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high;
-        prmt.b32 low, $4, 0, 0x4140;
-        prmt.b32 high, $4, 0, 0x4342;
-        and.b32 $0, low, 0x000F000F;
-        mul.lo.u32 $0, $0, 0x1040;
-        and.b32 $0, $0, 0x81C081C0;
-        mul.rn.bf16x2 $0, $0, $5;
-        and.b32 $1, high, 0x000F000F;
-        mul.lo.u32 $1, $1, 0x1040;
-        and.b32 $1, $1, 0x81C081C0;
-        mul.rn.bf16x2 $1, $1, $6;
-        and.b32 $2, low, 0x00F000F0;
-        mul.lo.u32 $2, $2, 0x104;
-        and.b32 $2, $2, 0x81C081C0;
-        mul.rn.bf16x2 $2, $2, $5;
-        and.b32 $3, high, 0x00F000F0;
-        mul.lo.u32 $3, $3, 0x104;
-        and.b32 $3, $3, 0x81C081C0;
-        mul.rn.bf16x2 $3, $3, $6;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [codes, scale],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
+    # A product less for each pair: the codes are 2^-126 of their values, the scale 2^63 times too large.
+    return math.e2m1_pairs(codes, scale, SMALL=True)
 
 
 @triton.jit
@@ -302,12 +272,14 @@ def record_expert(chosen, expert, index, tokens, tiles, slots, top_k, experts, R
             row += tl.sum(same.to(tl.int32), 0)
 
 
+@chained
 @triton.jit(do_not_specialize=["slots", "top_k", "experts", "recorders", "chunks"])
 def prepare(
     x, chosen, quantized, index, tokens, tiles, slots, top_k, experts, hidden, recorders, chunks,
     BY_EXPERT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The first ``recorders`` programs write the record, the others A8 of ``chunks`` chunks a row."""
+    begin()
     program = tl.program_id(0)
     if program >= recorders:
         part = program - recorders
@@ -338,12 +310,14 @@ def store_hidden(hidden, gate, up, limit, first, count, pair_tile, inner, PAIRS:
     tl.store(place + inner // 2, odd, mask=inside)
 
 
+@chained
 @triton.jit
 def gate_up_few(
     x, tokens, tiles, codes, scales, hidden, width, groups, inner, limit,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """hidden: A8 of the SwiGLU of w13 x for a tile's rows. Each warp takes its own slices of the ``width`` bytes."""
+    begin()
     tile = tiles + tl.program_id(1) * 3
     expert = tl.load(tile)
     if expert < 0:
@@ -382,12 +356,14 @@ def gate_up_few(
     store_hidden(hidden, tl.sum(gate, 0), tl.sum(up, 0), limit, first, count, tl.program_id(0), inner, PAIRS, ROWS)
 
 
+@chained
 @triton.jit
 def gate_up_many(
     x, tokens, tiles, codes, scales, hidden, width, groups, inner, limit,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """As ``gate_up_few``, all warps together on the same bytes."""
+    begin()
     tile = tiles + tl.program_id(1) * 3
     expert = tl.load(tile)
     if expert < 0:
@@ -425,22 +401,30 @@ def gate_up_many(
     store_hidden(hidden, gate, up, limit, first, count, tl.program_id(0), inner, PAIRS, ROWS)
 
 
+@chained
 @triton.jit
 def down(
     hidden, tiles, codes, scales, out, width, groups, outputs,
     LINES: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """out [slots, outputs]: w2 of the rows of hidden, for a tile's rows and LINES outputs."""
+    """out [slots, outputs]: w2 of the rows of hidden, for a tile's rows and LINES outputs.
+
+    ``tiles`` is older than the kernel before, so the tile's weights are asked for before the wait.
+    """
     tile = tiles + tl.program_id(1) * 3
     expert = tl.load(tile)
+    output = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    line = tl.maximum(expert, 0).to(tl.int64) * outputs + tl.minimum(output, outputs - 1)
+    fetch((codes + line * width).to(tl.int64), tl.where(expert < 0, 0, width), 2)
+    fetch((scales + line * groups).to(tl.int64), tl.where(expert < 0, 0, groups), 1)
+    begin()
     if expert < 0:
         return
     first = tl.load(tile + 1)
     count = tl.load(tile + 2)
     column = tl.arange(0, ROWS)
     row = (first + column).to(tl.int64)
-    output = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    line = (expert.to(tl.int64) * outputs + tl.minimum(output, outputs - 1))[:, None]
+    line = line[:, None]
     GROUPS: tl.constexpr = BYTES // 16
     total = tl.zeros((LINES, ROWS), tl.float32)
     for start in tl.range(0, width, BYTES):
@@ -529,9 +513,11 @@ def routed_experts(
 # ---------------------------------------------------------------------------------------------- shared, finalisation
 
 
+@chained
 @triton.jit
 def swiglu(gate_up, out, scales, inner, limit, QUANTIZE: tl.constexpr):
     """SwiGLU of gate_up [rows, 2 * inner], 1,024 columns of a row: BF16 values, or A8's bytes and scales."""
+    begin()
     group = tl.program_id(1) * 32 + tl.arange(0, 32)
     column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     row = tl.program_id(0).to(tl.int64)
@@ -568,9 +554,11 @@ def expert(x: Tensor, w13: Weight, w2: Weight, limit: float, weight: Tensor | No
     return linear_op.linear(quantized, w2)
 
 
+@chained
 @triton.jit
 def weighted_sum(rows, weights, index, shared, out, columns, TOP: tl.constexpr, BLOCK: tl.constexpr):
     """One row of out: k weighted rows in ascending slot order, then the shared one, in FP32 with one rounding."""
+    begin()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -15,6 +15,7 @@ from quickseek import formats
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.norm_rope.reference import Rotation
+from quickseek.ops.triton_chain import begin, chained
 from quickseek.ops.triton_launch import padded, warps
 
 FLOAT_VALUES = (torch.bfloat16, torch.float32)
@@ -25,8 +26,10 @@ MOST_WARPS = 16
 ANGLES_AT_ONCE = tl.constexpr(256)
 
 
+@chained
 @triton.jit
 def _norm(x, weight, out, stride, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, PADDED)
     inside = channel < WIDTH
@@ -55,12 +58,14 @@ def _kv_row(
     tl.store(out + channel, values.to(dtype), mask=inside)
 
 
+@chained
 @triton.jit
 def _latents(
     x, q_weight, kv_weight, latent, kv, cos, sin, stride, eps,
     Q_WIDTH: tl.constexpr, Q_PADDED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     PAIRS: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     if tl.program_id(1) == 0:
@@ -77,11 +82,13 @@ def _latents(
         tl.store(latent + row * Q_WIDTH + channel, values.to(latent.dtype.element_ty), mask=inside)
 
 
+@chained
 @triton.jit
 def _kv(
     x, weight, out, cos, sin, stride, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64)
     _kv_row(
         x + row * stride, weight, out + row * WIDTH, cos + row * PAIRS, sin + row * PAIRS, eps,
@@ -89,12 +96,14 @@ def _kv(
     )  # fmt: skip
 
 
+@chained
 @triton.jit
 def _rope(
     x, out, cos, sin, heads, stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Pairs FIRST and on of every head of a row; x and out may be the same memory."""
+    begin()
     COUNT: tl.constexpr = WIDTH // 2 - FIRST
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * PAIRS_AT_ONCE + tl.arange(0, PAIRS_AT_ONCE)
@@ -133,8 +142,10 @@ def cos_sin(angle):
     return c.to(tl.float32), s.to(tl.float32)
 
 
+@chained
 @triton.jit(do_not_specialize=["size"])
 def _rotation(positions, frequencies, cos, sin, size, PAIRS: tl.constexpr):
+    begin()
     number = tl.program_id(0).to(tl.int64) * ANGLES_AT_ONCE + tl.arange(0, ANGLES_AT_ONCE)
     inside = number < size
     position = tl.load(positions + number // PAIRS, mask=inside, other=0).to(tl.float32)

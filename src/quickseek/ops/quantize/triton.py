@@ -15,6 +15,7 @@ from quickseek.ops import triton_math as math
 from quickseek.ops import triton_records as records
 from quickseek.ops.cache import CacheView, Codec
 from quickseek.ops.checks import expect_dtype
+from quickseek.ops.triton_chain import begin, chained
 from quickseek.ops.triton_launch import padded, warps
 
 VALUES = tl.constexpr(1024)
@@ -30,8 +31,10 @@ def _places(GROUP: tl.constexpr):
     return group, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
+@chained
 @triton.jit(do_not_specialize=["count"])
 def _fake(x, out, count, KIND: tl.constexpr, GROUP: tl.constexpr):
+    begin()
     group, offsets = _places(GROUP)
     inside = (group < count)[:, None]
     groups = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -44,8 +47,10 @@ def _fake(x, out, count, KIND: tl.constexpr, GROUP: tl.constexpr):
     tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside)
 
 
+@chained
 @triton.jit(do_not_specialize=["count"])
 def _a8(x, codes, scales, count):
+    begin()
     group, offsets = _places(32)
     inside = (group < count)[:, None]
     groups = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -54,8 +59,10 @@ def _a8(x, codes, scales, count):
     tl.store(scales + group, exponent.to(tl.uint8), mask=group < count)
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "columns", "size"])
 def _swizzle(scales, out, rows, columns, size):
+    begin()
     place = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     across = (columns + 3) // 4
     tile, inside = place // 512, place % 512
@@ -107,11 +114,13 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- records of a cache
 
 
+@chained
 @triton.jit
 def _write(
     values, storage, table, requests, rows, ends, value_stride, table_stride, block_stride, row_stride, block_rows,
     KIND: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
+    begin()
     number = tl.program_id(0).to(tl.int64)
     request, row = tl.load(requests + number), tl.load(rows + number)
     if RING:
@@ -124,11 +133,13 @@ def _write(
     records.store_record(x, storage + place, row >= 0, KIND, WIDTH, PADDED)
 
 
+@chained
 @triton.jit
 def _read(
     storage, out, table, requests, rows, columns, request_stride, request_step, table_stride, block_stride,
     row_stride, block_rows, KIND: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
+    begin()
     number = tl.program_id(0).to(tl.int64)
     request = tl.load(requests + number // columns * request_stride + number % columns * request_step)
     row = tl.load(rows + number)

@@ -22,6 +22,7 @@ from torch import Tensor
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.sampling.parameters import LogProbabilities, SparseDistribution, Verified
 from quickseek.ops.sampling.reference import valid as valid  # two launches without a sort
+from quickseek.ops.triton_chain import begin, chained
 
 _LARGEST_RANGE, _SMALLEST_RANGE, _MOST_RANGES = 4096, 64, 32
 _LOWEST_TEMPERATURE = tl.constexpr(1e-6)
@@ -69,9 +70,11 @@ def _logits(logits, row, index, vocabulary):
     return x
 
 
+@chained
 @triton.jit
 def _largest(logits, keys, ids, vocabulary, ranges, block: tl.constexpr):
     """keys and ids [T, ranges]: the largest key of each range, and the first id that has it."""
+    begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = part * block + tl.arange(0, block)
     inside = index < vocabulary
@@ -95,8 +98,10 @@ def _best(keys, ids, row, ranges, block_r: tl.constexpr, wide: tl.constexpr):
     return largest, tl.where(value != value, 0, first), (tl.abs(value) < float("inf")).to(tl.int32)
 
 
+@chained
 @triton.jit
 def _choose(keys, ids, chosen, ranges, block_r: tl.constexpr, wide: tl.constexpr):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     _, first, _ = _best(keys, ids, row, ranges, block_r, wide)
     tl.store(chosen + row, first)
@@ -136,12 +141,14 @@ def _settle(parts, prefixes, aboves, row, rows, ranges, number, target, block_r:
     return prefix, above, tl.sum(tl.where(digit == reached, totals, 0.0), 0)
 
 
+@chained
 @triton.jit(do_not_specialize=["count", "number", "rows"])
 def _narrow(
     logits, weights, limits, count, sums, parts, prefixes, aboves, vocabulary, rows, ranges, number,
     passes: tl.constexpr, weighted: tl.constexpr, block: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
     """parts [passes, T, ranges, 16]: what ids with the settled digits weigh by their next one, the largest first."""
+    begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     target, asked = _target(limits, count, sums, row, vocabulary, ranges, block_r, weighted)
     if asked:
@@ -181,12 +188,14 @@ def _scale(temperature, row):
     return tl.maximum(tl.load(temperature + row).to(tl.float64), _LOWEST_TEMPERATURE)
 
 
+@chained
 @triton.jit(do_not_specialize=["rows"])
 def _weigh(
     logits, keys, ids, temperature, min_p, top_k, parts, prefixes, aboves, weights, sums, vocabulary, rows, ranges,
     passes: tl.constexpr, wide: tl.constexpr, block: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
     """weights [T, V]: probabilities over the largest one after min_p and top_k, and their sums [T, ranges]."""
+    begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     largest, best, choice = _best(keys, ids, row, ranges, block_r, wide)
     index = part * block + tl.arange(0, block)
@@ -211,12 +220,14 @@ def _weigh(
     tl.store(sums + row * ranges + part, tl.sum(weight, 0))
 
 
+@chained
 @triton.jit(do_not_specialize=["rows"])
 def _normalise(
     logits, keys, ids, temperature, top_p, parts, prefixes, aboves, weights, sums, vocabulary, rows, ranges,
     passes: tl.constexpr, wide: tl.constexpr, block: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
     """In place: the weights that top_p leaves, over their sum."""
+    begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = part * block + tl.arange(0, block)
     inside = index < vocabulary
@@ -242,17 +253,21 @@ def _normalise(
     tl.store(weights + row * vocabulary + index, weight, mask=inside)
 
 
+@chained
 @triton.jit
 def _range_sums(probability, sums, vocabulary, ranges, block: tl.constexpr):
+    begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = part * block + tl.arange(0, block)
     weight = tl.load(probability + row * vocabulary + index, mask=index < vocabulary, other=0.0).to(tl.float64)
     tl.store(sums + row * ranges + part, tl.sum(weight, 0))
 
 
+@chained
 @triton.jit
 def _pick(probability, uniform, sums, chosen, vocabulary, ranges, block: tl.constexpr, block_r: tl.constexpr):
     """The first id at which the sum of ranges and ids before exceeds the number; one of probability 0 never is."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, block_r)
     total = tl.load(sums + row * ranges + part, mask=part < ranges, other=0.0)
@@ -274,12 +289,14 @@ def _pick(probability, uniform, sums, chosen, vocabulary, ranges, block: tl.cons
 # ---------------------------------------------------------------------------------------------- the most likely
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "count"])
 def _collect(
     logits, parts, prefixes, aboves, found, vocabulary, rows, ranges, count,
     passes: tl.constexpr, block: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
     """found [T, count]: the ids above the threshold, then those that tie with it, each in their own order."""
+    begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = part * block + tl.arange(0, block)
     inside = index < vocabulary
@@ -304,9 +321,11 @@ def _collect(
     tl.store(found + row * count + slot, index.to(tl.int64), mask=taken)
 
 
+@chained
 @triton.jit(do_not_specialize=["count"])
 def _order(logits, found, offsets, ids, values, vocabulary, count, block: tl.constexpr):
     """ids and values [T, count] in falling order; ``offsets`` [T] are taken from the values."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < count
@@ -327,9 +346,11 @@ def _order(logits, found, offsets, ids, values, vocabulary, count, block: tl.con
     tl.store(values + row * count + rank, value.to(values.dtype.element_ty), mask=inside)
 
 
+@chained
 @triton.jit(do_not_specialize=["count"])
 def _draft(values, temperature, probability, count, block: tl.constexpr):
     """Softmax of ``count`` ordered logits over the temperature; one-hot at 0, zeros in a row without a choice."""
+    begin()
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     inside = place < count
     x = tl.load(values + row * count + place, mask=inside, other=float("-inf"))
@@ -342,10 +363,12 @@ def _draft(values, temperature, probability, count, block: tl.constexpr):
     tl.store(probability + row * count + place, weight, mask=inside)
 
 
+@chained
 @triton.jit
 def _log_sums(logits, keys, ids, tokens, sums, ahead, vocabulary, ranges, wide: tl.constexpr, block: tl.constexpr,
               block_r: tl.constexpr):  # fmt: skip
     """Of each range: the sum of exponentials over the largest, and how many logits exceed the token's."""
+    begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     largest, _, _ = _best(keys, ids, row, ranges, block_r, wide)
     index = part * block + tl.arange(0, block)
@@ -357,10 +380,12 @@ def _log_sums(logits, keys, ids, tokens, sums, ahead, vocabulary, ranges, wide: 
     tl.store(ahead + row * ranges + part, tl.sum((inside & (_key(x) > own)).to(tl.int32), 0))
 
 
+@chained
 @triton.jit
 def _log_chosen(logits, keys, ids, tokens, sums, ahead, offsets, chosen, rank, vocabulary, ranges, wide: tl.constexpr,
                 block_r: tl.constexpr):  # fmt: skip
     """offsets [T]: the logarithm of the sum of exponentials; of the token: its log-probability and its rank."""
+    begin()
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, block_r)
     largest, _, choice = _best(keys, ids, row, ranges, block_r, wide)
     total = tl.sum(tl.load(sums + row * ranges + part, mask=part < ranges, other=0.0), 0)
@@ -375,9 +400,11 @@ def _log_chosen(logits, keys, ids, tokens, sums, ahead, offsets, chosen, rank, v
 # ---------------------------------------------------------------------------------------------- small ones
 
 
+@chained
 @triton.jit(do_not_specialize=["count", "purpose"])
 def _philox(seeds, positions, out, count, purpose, block: tl.constexpr):
     """Philox4x32-10; 53 bits of its first two words over 2^53."""
+    begin()
     index = tl.program_id(0) * block + tl.arange(0, block)
     live = index < count
     seed = tl.load(seeds + index, mask=live, other=0)
@@ -396,8 +423,10 @@ def _philox(seeds, positions, out, count, purpose, block: tl.constexpr):
     tl.store(out + index, bits.to(tl.float64) * 1.1102230246251565e-16, mask=live)
 
 
+@chained
 @triton.jit(do_not_specialize=["drafts"])
 def _match(chosen, draft_tokens, draft_counts, accepted, tokens, drafts, block: tl.constexpr):
+    begin()
     request, place = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     own = tl.load(chosen + request * (drafts + 1) + place, mask=place <= drafts, other=-1)
     theirs = tl.load(draft_tokens + request * drafts + place, mask=place < drafts, other=-2)

@@ -1,0 +1,69 @@
+"""Chains of Triton kernels: each is launched while the one before still runs (spec/fetch_first.md).
+
+A ``chained`` kernel starts with ``begin``: it waits until everything before it is done and visible, and only then lets
+the next kernel start. So what a kernel reads before its own ``begin`` may not be written by the kernel before it, but
+may by any earlier one, and nothing is ever written before it. In a stream or graph with other kernels between, these
+neither start early nor let others: the chain is only broken there.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quickseek.ops import triton_math as math
+
+LINE = tl.constexpr(128)
+"""Bytes that one request brings into the L2 cache."""
+MOST_FETCHED = 24 << 20
+"""Bytes of a weight that fit into the L2 cache (50 MB on an H200) beside those of the kernels next to it."""
+
+
+def fetched_bytes(weight: Tensor) -> int:
+    """How much of each row of a weight [O, ...] to ask for ahead: all of it, unless the L2 cache could not keep it."""
+    size = weight.numel() * weight.element_size()
+    return size // weight.shape[0] if size <= MOST_FETCHED else 0
+
+
+class Chained:
+    """A kernel whose launches may overlap with the end of what is before them: ``kernel[grid](...)`` as usual."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.__name__, self.__doc__ = kernel, kernel.__name__, kernel.__doc__
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self.kernel[grid], launch_pdl=True)
+
+
+def chained(kernel: Any) -> Chained:
+    """Decorator above ``triton.jit`` for kernels that call ``begin`` before they touch what others write."""
+    return Chained(kernel)
+
+
+@triton.jit
+def begin():
+    """Wait for all earlier kernels, then allow the next one to start."""
+    if not math.INTERPRETED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(addresses, size, LINES: tl.constexpr):
+    """Ask for ``size`` bytes from each of ``addresses`` (int64 [n]) on to be brought into the L2 cache; none if 0.
+
+    LINES: a power of two, n * LINES about the threads of the program. Only for what no kernel of a step writes: it is
+    called before ``begin``.
+    """
+    if not math.INTERPRETED:
+        for start in range(0, size, LINES * LINE):
+            # Beyond the end the last byte is asked for again: no request may leave the tensor.
+            place = tl.minimum(start + tl.arange(0, LINES) * LINE, size - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses[:, None] + place[None, :]],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
