@@ -187,6 +187,15 @@ class LLM:
         for update in self._updates(self._requests([list(prompt_ids)], sampling_params)):
             yield update.text, update.output
 
+    def reset(self) -> None:
+        """Serve again after a ``CollectiveTimeout``: every mailbox is emptied, requests and prefixes are forgotten.
+
+        Collective: each rank calls it once it has raised, or has ended what it ran.
+        """
+        with self._lock:
+            self.runner.peers.reset()
+            self.runner = self.runner.renewed()
+
     def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None, progress: bool) -> list[RequestOutput]:
         requests = self._requests(prompts, params)
         updates = self._updates(requests)

@@ -1,16 +1,20 @@
 """A device that runs late, on a CPU: what it is told waits until somebody waits for it."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from micro import make_runner
 from torch import Tensor
 
 from quickseek.engine import staging
-from quickseek.engine.cycle import Cycle
-from quickseek.engine.graphs import CudaGraphs
-from quickseek.engine.readback import _tensors
+from quickseek.engine.cycle import Cycle, Needs
+from quickseek.engine.graphs import CudaGraphs, padded_sizes
+from quickseek.engine.readback import PinnedReadbacks, _tensors
+from quickseek.engine.runner import Runner
 
 
 class LateDevice:
@@ -85,3 +89,17 @@ class _Again:
     def replay(self) -> None:
         for old, value in zip(_tensors(self.first), _tensors(self.run()), strict=True):
             old.copy_(value)
+
+
+def replaying(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Runner:
+    """A runner on a CPU whose decode steps are replayed by running them again."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(staging, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    runner = make_runner(**options)
+    runner.graphs = RunAgainGraphs(runner.cycle, padded_sizes(runner.plan.max_num_seqs), monkeypatch)
+    plain = Needs.of([])
+    runner.graphs.capture([plain, replace(plain, sampled=True)])
+    runner._readbacks = PinnedReadbacks(torch.device("cpu"))
+    return runner

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from late_device import RunAgainGraphs
+from late_device import replaying
 from micro import GREEDY, alone, assert_nothing_leaks, finish_all, make_request, make_runner, tokens_of
 
 from quickseek.engine import runner as runner_module
-from quickseek.engine import staging as staging_module
 from quickseek.engine.cycle import Needs
-from quickseek.engine.graphs import CudaGraphs, padded_sizes
-from quickseek.engine.readback import PinnedReadbacks, Readbacks
-from quickseek.engine.runner import Runner
+from quickseek.engine.graphs import CudaGraphs
+from quickseek.engine.readback import Readbacks
 from quickseek.engine.staging import Staging
 from quickseek.model.context import SLOT_GROUP, ForwardContext
 from quickseek.sampling_params import SamplingParams
@@ -140,20 +138,6 @@ def test_a_step_makes_its_gpu_the_current_one_of_its_thread(monkeypatch: pytest.
 
 
 # ------------------------------------------------------------------------------------------ lanes
-
-
-def replaying(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Runner:
-    """A runner on a CPU whose decode steps are replayed by running them again."""
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(staging_module, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    runner = make_runner(**options)
-    runner.graphs = RunAgainGraphs(runner.cycle, padded_sizes(runner.plan.max_num_seqs), monkeypatch)
-    plain = Needs.of([])
-    runner.graphs.capture([plain, replace(plain, sampled=True)])
-    runner._readbacks = PinnedReadbacks(CPU)
-    return runner
 
 
 PROMPTS = [list(range(20 + 9 * count, 20 + 10 * count)) for count in (3, 17, 8, 23, 5)]

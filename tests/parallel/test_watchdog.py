@@ -3,18 +3,11 @@
 import threading
 
 import pytest
-import torch
 
+from lost_peers import give_up, leave_record, raise_flags
 from quickseek.errors import CollectiveTimeout
 from quickseek.parallel.fabric import VirtualFabric
-from quickseek.parallel.watchdog import ABORT, CLAIMED, CONTROL_WORDS, KINDS, MAGIC, PEERS, RECORD, Watchdog
-
-
-def leave_record(watchdog: Watchdog, kind: int, mask: int) -> None:
-    """What ``BoundedWait.report`` stores: instance, kind, rank, generation, token, fragment, mask; the magic last."""
-    words = [MAGIC, 1, kind, watchdog.fabric.rank, 2, 17, 5, mask]
-    watchdog.record[1:8] = torch.tensor(words[1:], dtype=torch.int32)
-    watchdog.record[0] = MAGIC
+from quickseek.parallel.watchdog import ABORT, CLAIMED, CONTROL_WORDS, KINDS, PEERS, RECORD, Watchdog
 
 
 def test_a_record_names_kind_rank_generation_token_and_missing_ranks() -> None:
@@ -64,13 +57,36 @@ def test_reset_lowers_the_flag_and_empties_every_collective_that_lives() -> None
     kept, gone = Collective(), Collective()
     assert (watchdog.register(kept), watchdog.register(gone)) == (1, 2)
     del gone
-    leave_record(watchdog, 0, 2)
-    watchdog.mailbox.local[ABORT // 8] = 1
+    give_up(watchdog, 1)
+    assert watchdog.flag.item() == 1
     with pytest.raises(CollectiveTimeout):
         watchdog.check()
     watchdog.reset()
     watchdog.check()
-    assert kept.refills == 1 and watchdog.mailbox.local[ABORT // 8] == 0
+    assert kept.refills == 1 and watchdog.flag.item() == 0
+
+
+def test_the_flag_of_every_rank_tells_that_one_gave_up() -> None:
+    fabrics = VirtualFabric.ranks(3, "cpu")
+    dogs = [Watchdog.of(fabric) for fabric in fabrics]
+    assert [dog.flag.item() for dog in dogs] == [0, 0, 0]
+    raise_flags(dogs[1])
+    assert [dog.flag.item() for dog in dogs] == [1, 1, 1] and dogs[0].error() is None
+
+
+def test_an_owner_that_looks_at_results_defers_what_checks_raise() -> None:
+    fabric = VirtualFabric.ranks(2, "cpu")[0]
+    watchdog = Watchdog.of(fabric)
+    give_up(watchdog, 1)
+    with watchdog.deferred():
+        watchdog.check()
+        assert watchdog.error() is not None
+    with pytest.raises(CollectiveTimeout):
+        watchdog.check()
+    with pytest.raises(MemoryError), watchdog.deferred():
+        raise MemoryError
+    with pytest.raises(CollectiveTimeout):
+        watchdog.check()
 
 
 def test_the_thread_reports_a_time_out_once() -> None:

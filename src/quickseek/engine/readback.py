@@ -1,5 +1,6 @@
 """Results on their way to the host: copied beside the next step, read one cycle late (design.md 4.5)."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -16,6 +17,11 @@ UNREAD = 2
 """Results of one shape that may be under way: those of the cycle just launched, and of the one before."""
 MOST_SHAPES = 256
 """Shapes of results whose memory is kept; others, should there ever be as many, take new memory each time."""
+POLL_S = 2e-5
+"""Between two looks at results that may never come; in practice as long as the operating system's shortest sleep."""
+
+Fault = Callable[[], Exception | None]
+"""What has gone wrong on the device so far, as the host can tell without waiting."""
 
 
 class Readback(Generic[T]):
@@ -24,14 +30,29 @@ class Readback(Generic[T]):
     def __init__(self, value: T, passed: torch.cuda.Event | None = None, release: Callable[[], None] | None = None):
         self._value, self._passed, self._release = value, passed, release
 
-    def get(self) -> T:
-        """The value, once it has arrived; to be read before the next ``Readbacks.copy``, which may overwrite it."""
+    def get(self, fault: Fault | None = None) -> T:
+        """The value, once it has arrived; to be read before the next ``Readbacks.copy``, which may overwrite it.
+
+        ``fault``: for a value that may never arrive; what it returns meanwhile is raised.
+        """
         if self._passed is not None:
-            self._passed.synchronize()
+            if fault is None:
+                self._passed.synchronize()
+            else:
+                _wait(self._passed, fault)
         if self._release is not None:
             self._release()
             self._release = None
         return self._value
+
+
+def _wait(passed: torch.cuda.Event, fault: Fault) -> None:
+    while not passed.query():
+        error = fault()
+        # What is known before a result has arrived concerns it, and not what was launched behind it.
+        if error is not None and not passed.query():
+            raise error
+        time.sleep(POLL_S)
 
 
 class Readbacks:

@@ -16,6 +16,7 @@ from quickseek.engine.blocks import BlockPool
 from quickseek.engine.cycle import Cycle, Decision, Needs
 from quickseek.engine.grammar import GrammarCompiler, mask_words
 from quickseek.engine.graphs import CudaGraphs, padded_sizes
+from quickseek.engine.peers import Peers
 from quickseek.engine.plan import MemoryPlan
 from quickseek.engine.pools import Pools
 from quickseek.engine.prefix import PrefixCache
@@ -24,7 +25,7 @@ from quickseek.engine.request import Request, Status
 from quickseek.engine.scheduler import Scheduler, SchedulerLimits
 from quickseek.engine.slot_state import SlotState
 from quickseek.engine.staging import Staging
-from quickseek.engine.tick import PrefillChunk, Restore
+from quickseek.engine.tick import PrefillChunk, Restore, Tick
 from quickseek.model.causal_lm import CausalLM
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.tokenizer import Tokenizer
@@ -59,12 +60,20 @@ class Update:
     finished: bool = False
 
 
+@dataclass(frozen=True)
+class _Results:
+    """A decision, and ``Peers.flag`` as it was behind it."""
+
+    decision: Decision
+    flag: Tensor | None
+
+
 @dataclass
 class _Launched:
     """Results of a cycle that the host has not read: each decision with its requests, and whether it ran rows."""
 
     cycle: int
-    decisions: list[tuple[list[Request], Readback[Decision], bool]] = field(default_factory=list)
+    decisions: list[tuple[list[Request], Readback[_Results], bool]] = field(default_factory=list)
 
 
 BATCH_REFRESH = 16
@@ -125,6 +134,7 @@ class Runner:
         )
         self.state = SlotState(self.config, plan.num_slots, self.drafts, self.pools.device)
         self.cycle = Cycle(model, self.pools, self.state, drafts=self.drafts, sampled_drafts=options.sampled_drafts)
+        self.peers = Peers.of(model)
         self._readbacks = readbacks_from(self.pools.device)
         self.graphs = self._capture() if options.graphs and self.pools.device.type == "cuda" else None
 
@@ -167,7 +177,7 @@ class Runner:
         plain = Needs.of([])
         graphs.capture([plain, replace(plain, sampled=True)])
         for decision in graphs.decisions:
-            self._readbacks.reserve(decision)
+            self._readbacks.reserve(_Results(decision, self.peers.flag))
         return graphs
 
     @staticmethod
@@ -215,10 +225,17 @@ class Runner:
     def step(self) -> list[Update]:
         """Run one tick: launch its steps, then read the results of the one before.
 
-        An exception in a part of it ends the requests of that part with "error"; the others go on.
+        An exception in a part of it ends the requests of that part with "error"; the others go on. Raises
+        ``CollectiveTimeout``, before any token of the first void step is given out, when a peer did not come: then
+        nothing of any request goes on, and ``renewed`` runners raise it too until ``peers.reset()``.
         """
         self._use_device(self.pools.device)
-        tick = self.scheduler.schedule()
+        if not self._unread:
+            self.peers.check()
+        with self.peers.deferred():
+            return self._run(self.scheduler.schedule())
+
+    def _run(self, tick: Tick) -> list[Update]:
         for save in tick.saves:
             self.pools.copy_slot(save.request_slot, save.snapshot_slot)
         if tick.preempted or tick.restores:
@@ -292,7 +309,7 @@ class Runner:
         if requests:
             masks, last = self._masks(requests, 0, {}), batch.last
             decision = self.cycle.first_token(batch.slots[last], hidden[last], Needs.of(requests), masks)
-            launched.decisions.append((requests, self._readbacks.copy(decision), False))
+            launched.decisions.append((requests, self._send_back(decision), False))
 
     def _decode(self, requests: list[Request], launched: _Launched) -> None:
         batch = self._batch = self._batch.next(requests, self.drafts, self.pools.staging)
@@ -307,7 +324,7 @@ class Runner:
             decision = self.graphs.run(slots, batch.reach, batch.needs)
         else:
             decision = self.cycle.decide(self.cycle.verify(slots, batch.reach, drafts), batch.needs, masks)
-        launched.decisions.append((batch.requests, self._readbacks.copy(decision), True))
+        launched.decisions.append((batch.requests, self._send_back(decision), True))
 
     def _chosen_drafts(self, request: Request) -> list[int]:
         """The drafts to verify, as the host knows them: all, or those the drafter is confident of."""
@@ -335,13 +352,19 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------ results
 
+    def _send_back(self, decision: Decision) -> Readback[_Results]:
+        return self._readbacks.copy(_Results(decision, self.peers.flag))
+
     def _read(self, cycle: int) -> list[Update]:
         """Read every unread result up to ``cycle``."""
         updates: list[Update] = []
+        fault = None if self.peers.watchdog is None else self.peers.error
         while self._unread and self._unread[0].cycle <= cycle:
             launched = self._unread.popleft()
-            for requests, decision, rows_ran in launched.decisions:
-                self._read_decision(requests, decision.get(), rows_ran, updates)
+            for requests, sent, rows_ran in launched.decisions:
+                results = sent.get(fault)
+                self.peers.check_results(results.flag)
+                self._read_decision(requests, results.decision, rows_ran, updates)
             self.scheduler.completed(launched.cycle)
         return updates
 

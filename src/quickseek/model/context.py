@@ -10,6 +10,7 @@ from torch import Tensor
 from quickseek.ops.cache import CacheView, Codec
 from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
+from quickseek.parallel.fabric import Fabric
 
 if TYPE_CHECKING:
     from quickseek.model.backbone import IntermediateTensors
@@ -126,9 +127,14 @@ class ExecutorStep(Protocol):
 
 
 class StepExecutor(Protocol):
-    """What the backbone asks before it runs its own layers (design.md section 2). ``runs`` counts steps it ran."""
+    """What the backbone asks before it runs its own layers (design.md section 2).
+
+    ``runs`` counts steps it ran. ``fabric``: what its collectives, and those of its drafter, reach their peers by;
+    None where they run over the world.
+    """
 
     runs: int
+    fabric: Fabric | None
 
     def embed(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
         """(embedding [n, H], streams [n, hc, H]) of ids [n], or None: the backbone embeds."""

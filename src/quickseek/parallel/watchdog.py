@@ -7,10 +7,12 @@ later wait on every rank sees its flag and leaves at once, and the host sees the
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from quickseek.errors import CollectiveTimeout
 from quickseek.parallel.fabric import Fabric
@@ -49,6 +51,7 @@ class Watchdog:
         self._words = self.record.numpy()
         self._instances: list[weakref.ref[Resettable]] = []
         self._error: CollectiveTimeout | None = None
+        self._deferred = False
         self._stopped = threading.Event()
         self.clear()
         fabric.barrier()
@@ -62,6 +65,11 @@ class Watchdog:
     def control(self) -> int:
         """Address of this rank's control block."""
         return self.mailbox.local.data_ptr()
+
+    @property
+    def flag(self) -> Tensor:
+        """int64 [1] of this rank's control block: not 0 from the moment on that any rank gave up, until ``reset``."""
+        return self.mailbox.local[ABORT // 8 : ABORT // 8 + 1]
 
     @classmethod
     def of(cls, fabric: Fabric) -> "Watchdog":
@@ -86,8 +94,21 @@ class Watchdog:
     def check(self) -> None:
         """Raise the recorded ``CollectiveTimeout``, if any: before each collective, and after each wait of the host."""
         error = self.error()
-        if error is not None:
+        if error is not None and not self._deferred:
             raise error
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, ``check`` raises nothing: for an owner that looks at ``error`` when it reads results.
+
+        Ranks hear of a time-out at different moments, and one that stopped at its next launch would leave out
+        exchanges that its peers have launched and wait for.
+        """
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
 
     def reset(self) -> None:
         """Make every collective of the fabric usable after a time-out or an aborted eager step. Collective."""
