@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -261,11 +260,10 @@ class DeepseekV4Model(nn.Module):
             first.hc_attn.finalize_broadcast_weights()
 
 
-@cache
 def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Frequencies of window-only layers (no YaRN) and of layers with global KV (always YaRN), spec/model.md 6.2."""
     width = config.qk_rope_head_dim
-    plain = norm_rope.rotary_frequencies(width, config.rope_theta, dtype=dtype)
+    plain = norm_rope.rotary_frequencies(width, config.rope_theta, dtype=dtype, device=device)
     scaled = norm_rope.rotary_frequencies(
         width,
         config.compress_rope_theta,
@@ -274,10 +272,9 @@ def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.de
         beta_fast=config.beta_fast,
         beta_slow=config.beta_slow,
         dtype=dtype,
+        device=device,
     )
-    # Copied once, and never to be written to: a graph that is captured must find them on its device.
-    with torch.inference_mode(False):
-        return plain.to(device), scaled.to(device)
+    return plain, scaled
 
 
 def _check_stage(config: ModelConfig, stage: range) -> range:

@@ -145,3 +145,6 @@ def test_frequencies_made_in_inference_or_on_meta_serve_training_on_a_cpu() -> N
         made = door.rotary_frequencies(4, 123.0, dtype=torch.float64)
     assert made.device.type == "cpu" and not made.is_inference()
     assert made is door.rotary_frequencies(4, 123.0, dtype=torch.float64), "computed for every forward"
+    there = torch.device("meta")
+    kept = door.rotary_frequencies(4, 123.0, device=there)
+    assert kept.device == there and kept is door.rotary_frequencies(4, 123.0, device=there) and kept is not made

@@ -28,14 +28,16 @@ def rotary_frequencies(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """Angle per position [width/2] in ``dtype``; ``factor`` not 1 applies YaRN without magnitude scaling (spec 6.2).
 
-    On the CPU, computed once and shared: not to be written to.
+    Computed once for each ``device`` and shared: not to be written to.
     """
-    # Every forward asks for the same few, in inference or in training.
+    # Every forward asks for the same few, in inference or in training, and a graph must find them on its device.
     with torch.inference_mode(False):
-        return reference.rotary_frequencies(width, theta, factor, original_length, beta_fast, beta_slow).to(dtype)
+        found = reference.rotary_frequencies(width, theta, factor, original_length, beta_fast, beta_slow)
+        return found.to(dtype).to(device)
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:
