@@ -273,7 +273,7 @@ def main() -> None:
     config = cut(ModelConfig.from_file(CONFIG), args.layers)
     world: World = SoloWorld(device) if args.ranks == 1 else MissingPeers(args.ranks, device)
     model = synthetic(config, world, args.engram_rows)
-    model.set_token_map(torch.arange(config.vocab_size, device=device) % config.engram_compressed_vocab_size)
+    model.set_token_map(torch.arange(config.vocab_size) % config.engram_compressed_vocab_size)
     model.backbone.hashes = Hashed(model.backbone.hashes, args.engram_rows)  # type: ignore[assignment]
     conditions = {
         "device": torch.cuda.get_device_name(device), "ranks": args.ranks, "layers": args.layers,

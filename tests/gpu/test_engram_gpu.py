@@ -58,8 +58,8 @@ def test_windows_and_hashes_are_those_of_the_reference(count: int) -> None:
     table = torch.arange(1, requests + 1, device=CUDA).unsqueeze(1)
     history = CacheView(storage, table, PlainCodec(1, torch.int32))
     layout = ModelConfig.from_file(RELEASED_CONFIG).engram_layout
-    parts = (torch.tensor(part[1], device=CUDA) for part in (layout.multipliers, layout.primes, layout.offsets))
-    constants = HashConstants(*parts, pad=2)
+    parts = [torch.tensor(part[1]) for part in (layout.multipliers, layout.primes, layout.offsets)]
+    on_cpu, constants = HashConstants(*parts, pad=2), HashConstants(*(part.to(CUDA) for part in parts), pad=2)
 
     def hashes() -> Tensor:
         return engram.hash_ngrams(engram.token_windows(ids, history, rows, 3), constants)
@@ -67,7 +67,7 @@ def test_windows_and_hashes_are_those_of_the_reference(count: int) -> None:
     with poisoned_outputs():
         windows, found = engram.token_windows(ids, history, rows, 3), hashes()
     assert_bits(windows, reference.token_windows(ids, history, rows, 3, None))
-    assert_bits(found.cpu(), reference.hash_ngrams(windows.cpu(), constants.to(torch.device("cpu"))))
+    assert_bits(found.cpu(), reference.hash_ngrams(windows.cpu(), on_cpu))
     assert_bits(in_a_graph(hashes), found)
     with pytest.raises(AssertionError):
         assert_bits(reference.hash_ngrams(windows + 1, constants), found)

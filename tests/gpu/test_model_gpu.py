@@ -30,7 +30,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     loaded = []
     for device in ("cuda", "cpu"):
         model, _ = load_model(directory, Numerics.trained(), draft=True, device=device)
-        model.set_token_map(token_map(config).to(device))
+        model.set_token_map(token_map(config))
         loaded.append(model)
     return loaded[0], loaded[1]
 

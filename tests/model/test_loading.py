@@ -263,6 +263,15 @@ def test_packed_parameters_take_the_bytes_of_the_checkpoint_and_tables_stay_mapp
         assert table.codes.data_ptr() == checkpoint.mapped(f"layers.{layer}.engram.embed.weight").data_ptr()
 
 
+def test_the_token_map_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = CausalLM(config_of(), FLOAT64), []
+    monkeypatch.setattr(model.backbone.hashes, "set_token_map", given.append)
+    model.set_token_map(token_map(model.config))
+    model.head.weight = nn.Parameter(model.head.weight.to("meta"))
+    model.set_token_map(token_map(model.config))
+    assert [there.device.type for there in given] == ["cpu", "meta"]
+
+
 LOAD_AND_RUN = """
 import sys, torch
 from quickseek.model.causal_lm import load_model

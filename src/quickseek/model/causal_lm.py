@@ -42,8 +42,8 @@ class CausalLM(nn.Module):
             self.backbone.aux_hidden_state_layers = config.dspark_target_layer_ids
 
     def set_token_map(self, token_map: Tensor) -> None:
-        """Compressed id of every token id, int [vocab_size] (spec/model.md 8.1)."""
-        self.backbone.hashes.set_token_map(token_map)
+        """Compressed id of every token id, int [vocab_size] (spec/model.md 8.1); after the weights are in place."""
+        self.backbone.hashes.set_token_map(token_map.to(self.head.weight.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, V] in the wide dtype of the backbone's hidden states [T, H]."""

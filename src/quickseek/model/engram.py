@@ -59,8 +59,7 @@ class NgramHashState(nn.Module):
     """Table rows of a whole flattened batch, before any layer runs.
 
     ``token_map`` int32 [vocab]: compressed id of each token (spec 8.1). The history of each request is a ring of
-    compressed ids in the caches, so that n-grams cross chunks and decode steps but never a request's start. Map and
-    constants follow the first ids to their device.
+    compressed ids in the caches, so that n-grams cross chunks and decode steps but never a request's start.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -69,7 +68,7 @@ class NgramHashState(nn.Module):
         self.token_map: Tensor | None = None
 
     def set_token_map(self, token_map: Tensor) -> None:
-        """``token_map``: integer [vocab_size]."""
+        """``token_map``: integer [vocab_size], on the device of the ids that will be hashed."""
         if token_map.shape != (self.config.vocab_size,):
             raise ValueError(f"token_map has shape {tuple(token_map.shape)}: expected [{self.config.vocab_size}]")
         self.token_map = token_map.to(torch.int64)
@@ -84,12 +83,6 @@ class NgramHashState(nn.Module):
             for i in range(len(layout.layer_ids))
         ]
 
-    def _follow(self, device: torch.device) -> None:
-        """Bring what every step reads to where the ids are; a copy in the first step only."""
-        if self.token_map is not None and self.token_map.device != device:
-            self.token_map = self.token_map.to(device)
-            self._constants = [constants.to(device) for constants in self._constants]
-
     def is_image(self, ids: Tensor) -> Tensor:
         """Bool mask of the positions of image spans: they all carry one id (spec 13)."""
         image = self.config.image_token_id
@@ -97,7 +90,6 @@ class NgramHashState(nn.Module):
 
     def compress(self, ids: Tensor, dead: Tensor) -> Tensor:
         """Compressed ids int64 of token ids, DEAD where ``dead`` is set."""
-        self._follow(ids.device)
         if self.token_map is None:
             raise RuntimeError("the n-gram memory has no token map: set_token_map comes before the first forward")
         return torch.where(dead, DEAD, self.token_map[ids])

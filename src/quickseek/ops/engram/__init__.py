@@ -23,10 +23,6 @@ class HashConstants:
     offsets: Tensor
     pad: int
 
-    def to(self, device: torch.device) -> "HashConstants":
-        """The same constants on ``device``."""
-        return HashConstants(self.multipliers.to(device), self.primes.to(device), self.offsets.to(device), self.pad)
-
 
 def token_windows(
     ids: Tensor, history: CacheView | None, rows: StepRows, lookback: int, given: Tensor | None = None
