@@ -1,7 +1,7 @@
 """The rows of a prefill step, as the device needs them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -32,12 +32,9 @@ class PrefillBatch:
     def build(cls, chunks: Sequence[PrefillChunk], depth: int, staging: Staging) -> "PrefillBatch":
         """The step of ``chunks``, in one copy; ``depth`` tokens before each may be looked back at."""
         rows = StepRows.build([chunk.start for chunk in chunks], [chunk.count for chunk in chunks])
-        parts = {
-            "positions": rows.positions,
-            "requests": rows.requests,
-            "first_rows": rows.first_rows,
-            "starts": rows.starts,
-            "ends": rows.ends,
+        values = {field.name: getattr(rows, field.name) for field in fields(rows)}
+        described = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        parts = described | {
             "slots": _integers([chunk.request.slot for chunk in chunks]),
             "ids": _integers([token for chunk in chunks for token in chunk.token_ids]),
             "lookback": _integers([_lookback(chunk, depth) for chunk in chunks]),
@@ -50,14 +47,7 @@ class PrefillBatch:
         return cls(
             slots=there["slots"],
             ids=there["ids"],
-            rows=replace(
-                rows,
-                positions=there["positions"],
-                requests=there["requests"],
-                first_rows=there["first_rows"],
-                starts=there["starts"],
-                ends=there["ends"],
-            ),
+            rows=replace(rows, **{name: there[name] for name in described}),
             lookback=there["lookback"],
             last=there["last"],
             oldest=there.get("oldest"),
