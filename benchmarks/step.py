@@ -5,9 +5,10 @@
 A step BxR runs B requests of R rows (the anchor and R - 1 drafts) at ``--context`` committed positions. Weights are
 synthetic, made on the GPU: random codes, scales that keep values of the size of their inputs, n-gram tables cut to
 ``--engram-rows`` rows a layer. Peers are missing: the stock path sums nothing, and the specialized path stores its
-contributions where peers would have stored theirs (``LoopbackFabric``). The floor is the time of a plain read of the
-bytes that the step must read (weights but those of experts nobody chose, and cache rows), at the rate of one long read
-in the same run. Prints a JSON line for each step and path.
+contributions where peers would have stored theirs (``LoopbackFabric``) and embeds as stock does, since no peer sends
+its part of the table. The floor is the time of a plain read of the bytes that the step must read (weights but those of
+experts nobody chose, and cache rows), at the rate of one long read in the same run. Prints a JSON line for each step
+and path.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import triton
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from full_size_layers import CONFIG, FP4_SCALES, FP8_SCALES
 from ops import plain_read_us
 from quickseek.config import DecodeConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
@@ -39,10 +41,9 @@ from quickseek.ops.linear import Fp8Weight
 from quickseek.parallel.fabric import LoopbackFabric
 from quickseek.parallel.world import SoloWorld, World
 
-CONFIG = Path(__file__).parent.parent / "tests/golden/released_config.json"
-FP8_SCALES, FP4_SCALES = (119, 122), (117, 120)
-"""Ranges of scale bytes that give products of about the size of their inputs."""
 READ_BYTES = 1 << 30
+NEEDS_PEERS = "replicated_embedding"
+"""What cannot be built without them."""
 
 
 class MissingPeers(World):
@@ -266,7 +267,7 @@ def main() -> None:
     parser.add_argument("--engram-rows", type=int, default=1 << 20)
     parser.add_argument("--replays", type=int, default=200)
     parser.add_argument("--paths", default="stock,specialized")
-    parser.add_argument("--off", default="", help="paths of the specialized decode to leave out")
+    parser.add_argument("--off", help=f"paths of the specialized decode to leave out (default with several ranks: {NEEDS_PEERS})")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda", 0)
@@ -282,7 +283,8 @@ def main() -> None:
     }  # fmt: skip
     for path in args.paths.split(","):
         if path == "specialized":
-            off = tuple(name for name in args.off.split(",") if name)
+            without = (NEEDS_PEERS if args.ranks > 1 else "") if args.off is None else args.off
+            off = tuple(name for name in without.split(",") if name)
             executor = SpecializedDecode(
                 model.backbone, DecodeConfig(off=off), model.head, fabric=LoopbackFabric(args.ranks, device)
             )
