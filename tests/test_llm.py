@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from quickseek import LLM, SamplingParams
 from quickseek.checkpoint.miniature import write_miniature
-from quickseek.cli import app
+from quickseek.cli import app, figures
+from quickseek.engine.answer import RequestOutput
 from quickseek.errors import CheckpointError, ConfigError, PromptError, QuickseekError, TokenizerError
 from quickseek.model.causal_lm import CausalLM
 
@@ -289,6 +290,13 @@ def test_the_command_line_generates_and_reports_figures(directory: Path) -> None
     assert "9 generated" in first.stderr and "tokens/s" in first.stderr
     other = CliRunner().invoke(app, [*arguments[:-2], "4", "--ignore-eos"])
     assert other.stdout != first.stdout
+
+
+def test_figures_of_drafts_that_were_cut_short_count_their_step(directory: Path) -> None:
+    llm = LLM(directory, max_model_len=32, num_speculative_tokens=5)
+    for drafted, shares in ((2, "100%/0%"), (10, "50%/0%"), (11, "33%/0%")):
+        output = RequestOutput([3], token_ids=[5, 6], drafted=drafted, accepted=1, accepted_at=[1, 0])
+        assert f"1 of {drafted} drafts accepted ({shares} by position)" in figures(llm, output)
 
 
 def test_the_command_line_ends_with_one_line_for_a_users_error(directory: Path, tmp_path: Path) -> None:

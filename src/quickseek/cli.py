@@ -145,7 +145,8 @@ def figures(llm: "LLM", output: "RequestOutput") -> str:
     if count > 1:
         line += f", then {(count - 1) / max(output.total_s - output.first_token_s, 1e-9):.1f} tokens/s"
     if output.drafted:
-        steps = output.drafted // llm.engine_config.num_speculative_tokens
+        # Rounded up: a step whose drafts were cut short is one too.
+        steps = -(-output.drafted // llm.engine_config.num_speculative_tokens)
         positions = "/".join(f"{count / steps:.0%}" for count in output.accepted_at)
         line += f", {output.accepted} of {output.drafted} drafts accepted ({positions} by position)"
     cycle = llm.runner.cycle
