@@ -96,11 +96,11 @@ class Pools:
         self.tables[slot] = SCRATCH
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy the rows of one block, in every paged pool."""
+        """Copy the rows of one block, in every paged pool: on a GPU, a launch for each."""
         self._copy(PAGED_GROUP, source, target)
 
     def copy_slot(self, source: int, target: int) -> None:
-        """Copy everything that lives by slot: to a snapshot, or back from one."""
+        """Copy everything that lives by slot, to a snapshot or back from one: on a GPU, a launch for each pool."""
         self._copy(SLOT_GROUP, source, target)
 
     def _copy(self, group: str, source: int, target: int) -> None:
