@@ -267,7 +267,9 @@ def main() -> None:
     parser.add_argument("--engram-rows", type=int, default=1 << 20)
     parser.add_argument("--replays", type=int, default=200)
     parser.add_argument("--paths", default="stock,specialized")
-    parser.add_argument("--off", help=f"paths of the specialized decode to leave out (default with several ranks: {NEEDS_PEERS})")
+    parser.add_argument(
+        "--off", help=f"paths of the specialized decode to leave out (default with several ranks: {NEEDS_PEERS})"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda", 0)
