@@ -1,19 +1,35 @@
 """Runs of the engine, and how an answer is judged where another order of summation may choose another token."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from model_driver import Batch
+from quickseek.checkpoint.miniature import write_miniature
 from quickseek.engine.answer import RequestOutput
 from quickseek.engine.request import Request
 from quickseek.engine.runner import Runner
-from quickseek.model.causal_lm import CausalLM
+from quickseek.model.causal_lm import CausalLM, load_model
+from quickseek.numerics import Numerics
 
 CLOSE_CALL = 2.0
 """Standard deviations of logits: with random weights another order of summation moves one in a hundred by 0.6 to 0.9
 and turned choices up to 1.6 apart; a token taken at random is about 3 behind."""
+
+
+def written(folder: Path, config: str) -> Path:
+    """A miniature on disk, in a folder of its name."""
+    write_miniature(folder / config, config)
+    return folder / config
+
+
+def reference_of(directory: Path, token_map: Tensor) -> CausalLM:
+    """The model of a checkpoint on the CPU, in trained mode; ``token_map`` on any device."""
+    model, _ = load_model(directory, Numerics.trained())
+    model.set_token_map(token_map)
+    return model
 
 
 @torch.inference_mode()

@@ -13,9 +13,9 @@ from late_device import replaying
 from micro import alone, assert_nothing_leaks, finish_all, make_request, make_runner, tokens_of
 from torch import Tensor
 
+from engine_cases import written
 from lost_peers import give_up, leave_record, raise_flags
 from quickseek import LLM, SamplingParams
-from quickseek.checkpoint.miniature import write_miniature
 from quickseek.engine.async_engine import AsyncEngine, EngineDead
 from quickseek.engine.peers import Peers
 from quickseek.engine.readback import Readback
@@ -333,9 +333,7 @@ def meet_and_lose(world: World, directory: str) -> dict[str, Any]:
 
 
 def test_two_ranks_raise_together_and_serve_together_after_reset(tmp_path: Path) -> None:
-    directory = tmp_path / "tiny-tp"
-    write_miniature(directory, "tiny-tp")
-    first, second = spawn(meet_and_lose, 2, str(directory), timeout_s=120)
+    first, second = spawn(meet_and_lose, 2, str(written(tmp_path, "tiny-tp")), timeout_s=120)
     assert [found[:2] for found in first["errors"]] == [(0, (1,))] * 2
     assert [found[:2] for found in second["errors"]] == [(1, ())] * 2
     assert "missing source ranks: 1" in first["errors"][0][2] and "another rank" in second["errors"][0][2]

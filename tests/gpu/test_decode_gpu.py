@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from compare import LogitDistance, assert_bits, assert_model, logit_distance
-from engine_cases import CLOSE_CALL, behind_the_best
-from quickseek.checkpoint.miniature import write_miniature
+from engine_cases import CLOSE_CALL, behind_the_best, reference_of
 from quickseek.engine.graphs import CudaGraphs
 from quickseek.llm import LLM
-from quickseek.model.causal_lm import load_model
-from quickseek.numerics import Numerics
 from quickseek.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -23,13 +20,6 @@ OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 512, "kv_cache_mem
 OPTIONS |= {"max_num_seqs": 4, "enable_prefix_caching": False}
 PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 120)]
 PARAMS = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", params=["tiny", "tiny-tp", "mid"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint") / request.param
-    write_miniature(path, request.param)
-    return path
 
 
 def specialized(directory: Path, drafts: int = 0) -> LLM:
@@ -76,8 +66,7 @@ def test_answers_are_plausible_to_the_reference(directory: Path, drafts: int) ->
     outputs = llm.generate(PROMPTS, PARAMS)
     assert all(output.error is None for output in outputs), [output.error for output in outputs]
     assert llm.runner.graphs is not None and llm.runner.graphs.replays > 3
-    model, _ = load_model(directory, Numerics.trained())
-    model.set_token_map(llm.model.backbone.hashes.token_map.cpu())
+    model = reference_of(directory, llm.model.backbone.hashes.token_map)
     tokens = [output.token_ids for output in outputs]
     behind = behind_the_best(model, PROMPTS, tokens)
     print(f"{directory.name}, {drafts} drafts: {float((behind == 0).double().mean()):.1%}, {float(behind.max()):.2f}")

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine_cases import CLOSE_CALL, behind_the_best
-from quickseek.checkpoint.miniature import write_miniature
+from engine_cases import CLOSE_CALL, behind_the_best, reference_of
 from quickseek.engine.request import Status
 from quickseek.engine.runner import Runner
 from quickseek.errors import ConfigError
 from quickseek.llm import LLM
-from quickseek.model.causal_lm import load_model
-from quickseek.numerics import Numerics
 from quickseek.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -23,13 +20,6 @@ OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 512, "kv_cache_mem
 OPTIONS |= {"max_num_seqs": 6, "decode_backend": "stock", "enable_prefix_caching": False}
 PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 120, 65)]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", params=["tiny", "tiny-tp", "mid"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint") / request.param
-    write_miniature(path, request.param)
-    return path
 
 
 def answers(llm: LLM, params: SamplingParams = GREEDY, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
@@ -43,8 +33,7 @@ def test_tokens_are_those_of_the_cpu_reference(directory: Path, drafts: int) -> 
     llm = LLM(directory, num_speculative_tokens=drafts, **OPTIONS)
     found = answers(llm)
     assert llm.runner.graphs is not None and llm.runner.graphs.replays > 3
-    model, _ = load_model(directory, Numerics.trained())
-    model.set_token_map(llm.model.backbone.hashes.token_map.cpu())
+    model = reference_of(directory, llm.model.backbone.hashes.token_map)
     behind = behind_the_best(model, PROMPTS, found)
     print(
         f"{directory.name}, {drafts} drafts: {float((behind == 0).double().mean()):.1%} the reference's own choice, "
@@ -76,8 +65,7 @@ def test_replays_give_what_eager_steps_give_bit_for_bit(directory: Path, drafts:
 
 def test_requests_that_come_and_go_leave_each_other_alone(directory: Path) -> None:
     llm = LLM(directory, num_speculative_tokens=2, **OPTIONS)
-    model, _ = load_model(directory, Numerics.trained())
-    model.set_token_map(llm.model.backbone.hashes.token_map.cpu())
+    model = reference_of(directory, llm.model.backbone.hashes.token_map)
     short = [PROMPTS[number % 3] for number in range(9)]
     found = answers(llm, prompts=short)
     assert behind_the_best(model, short, found).max() < CLOSE_CALL, "nine requests in six slots"

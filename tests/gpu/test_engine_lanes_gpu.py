@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine_cases import CLOSE_CALL, behind_the_best, finished
-from quickseek.checkpoint.miniature import write_miniature
+from engine_cases import CLOSE_CALL, behind_the_best, finished, reference_of, written
 from quickseek.engine.async_engine import AsyncEngine
 from quickseek.engine.cycle import Cycle, Needs
 from quickseek.engine.graphs import CudaGraphs
 from quickseek.engine.request import Request
 from quickseek.engine.runner import Runner, RunnerOptions
 from quickseek.llm import LLM
-from quickseek.model.causal_lm import CausalLM, load_model
-from quickseek.numerics import Numerics
+from quickseek.model.causal_lm import CausalLM
 from quickseek.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -34,9 +32,7 @@ SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=3, igno
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    write_miniature(path, "tiny")
-    return path
+    return written(tmp_path_factory.mktemp("checkpoint"), "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +42,7 @@ def llm(directory: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def reference(directory: Path, llm: LLM) -> CausalLM:
-    model, _ = load_model(directory, Numerics.trained())
-    model.set_token_map(llm.model.backbone.hashes.token_map.cpu())
-    return model
+    return reference_of(directory, llm.model.backbone.hashes.token_map)
 
 
 @pytest.fixture(scope="module")

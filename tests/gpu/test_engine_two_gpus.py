@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine_cases import CLOSE_CALL, behind_the_best
-from quickseek.checkpoint.miniature import write_miniature
+from engine_cases import CLOSE_CALL, behind_the_best, reference_of, written
 from quickseek.errors import RankFailure
 from quickseek.llm import LLM
-from quickseek.model.causal_lm import load_model
-from quickseek.numerics import Numerics
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import World
 from quickseek.sampling_params import SamplingParams
@@ -52,13 +49,11 @@ def serve(world: World, directory: str, backend: str, drafts: int) -> dict[str, 
 def test_ranks_take_the_same_tokens_and_the_reference_could_have(tmp_path: Path, backend: str, drafts: int) -> None:
     if backend == "latency_specialized":
         pytest.importorskip("cutlass")
-    directory = tmp_path / "tiny-tp"
-    write_miniature(directory, "tiny-tp")
+    directory = written(tmp_path, "tiny-tp")
     first, second = spawn(serve, 2, str(directory), backend, drafts, device="cuda", timeout_s=200)
     assert first["tokens"] == second["tokens"] and first["errors"] == [None] * len(PROMPTS)
     assert first["replays"] >= CYCLES and first["specialized"] == (backend == "latency_specialized")
-    model, _ = load_model(directory, Numerics.trained())
-    model.set_token_map(first["map"])
+    model = reference_of(directory, first["map"])
     behind = behind_the_best(model, PROMPTS, first["tokens"])
     print(f"{backend}, {drafts} drafts: {float((behind == 0).double().mean()):.1%}, at most {float(behind.max()):.2f}")
     assert behind.max() < CLOSE_CALL and (behind == 0).double().mean() > 0.6
@@ -76,8 +71,7 @@ def die(world: World, directory: str) -> None:
 
 def test_a_rank_that_dies_ends_the_other_with_a_message_that_names_it(tmp_path: Path) -> None:
     pytest.importorskip("cutlass")
-    directory = tmp_path / "tiny-tp"
-    write_miniature(directory, "tiny-tp")
+    directory = written(tmp_path, "tiny-tp")
     begun = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1"):
         spawn(die, 2, str(directory), device="cuda", timeout_s=120)
