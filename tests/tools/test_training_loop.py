@@ -11,6 +11,7 @@ from torch import Tensor
 
 from miniature import data, measure, objectives
 from miniature.backbone import turns
+from miniature.bank import Material, taught
 from miniature.data import Text
 from miniature.layers import Hashing
 from miniature.objectives import Outcome, Setting
@@ -20,7 +21,7 @@ from miniature.weights import initial, values
 from model_helpers import config_of, token_map
 from quickseek.config import ModelConfig
 
-CONTEXT, BATCH = 40, 4
+CONTEXT, BATCH, ANCHORS = 40, 4, 6
 SMALL: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -45,7 +46,6 @@ def setting(config: ModelConfig) -> Setting:
         dtype=torch.float32,
         dropout=0.1,
         taught=1,
-        anchors=6,
     )
 
 
@@ -61,20 +61,23 @@ def phase(name: str, steps: int = 30) -> Phase:
     config = replace(config_of(), **SMALL)
     of, weights, sample = setting(config), new_weights(config, name), text()
     frozen = values(config, weights, torch.float32, Rounding(on=True), draft=False)
+    rows = 60 if name == "draft" else 1
+    material = Material(taught(of, frozen, data.draw(sample, rows, CONTEXT, 3, 0)), None)
+    kept = taught(of, frozen, data.held_out_windows(sample.held_out, CONTEXT, min(rows, 4)))
 
     def objective(rounding: Rounding) -> Callable[..., Outcome]:
         if name == "draft":
-            return lambda ids, seed: objectives.acceptance(of, frozen, weights, ids, rounding, seed)
+            return lambda *rows: objectives.acceptance(of, frozen, weights, *rows, rounding)
         return lambda ids: objectives.next_token(of, weights, ids, rounding)
 
     def inputs(step: int) -> tuple[Tensor, ...]:
-        ids = data.draw(sample, BATCH, CONTEXT + 1, 3, step)
-        generator = torch.Generator().manual_seed(step)
-        return (ids, torch.rand(BATCH, of.anchors, generator=generator)) if name == "draft" else (ids,)
+        if name == "draft":
+            return material.draw(BATCH, 0.5, ANCHORS, config.dspark_block_size, 4, step)
+        return (data.draw(sample, BATCH, CONTEXT + 1, 3, step),)
 
     def held_out() -> dict[str, float]:
         if name == "draft":
-            return measure.draft_lengths(of, frozen, weights, sample, CONTEXT, 4)
+            return measure.draft_lengths(of, frozen, weights, kept, ANCHORS, "held_out")
         return measure.held_out(of, weights, sample, CONTEXT, 4)
 
     schedule = Schedule(peak=3e-3, warmup_steps=3, round_from=0.5)
@@ -129,14 +132,14 @@ def test_the_indexers_learn_from_their_lesson_alone() -> None:
     config = config_of(**SMALL)
     of, weights = setting(config), new_weights(config, "backbone")
     ids = data.draw(text(), BATCH, CONTEXT + 1, 3, 0)
-    for taught in (0, 2):
+    for count in (0, 2):
         for weight in weights.values():
             weight.grad = None
-        outcome = objectives.next_token(replace(of, taught=taught), weights, ids, Rounding(on=False))
+        outcome = objectives.next_token(replace(of, taught=count), weights, ids, Rounding(on=False))
         torch.manual_seed(0)
         outcome.loss.backward()
         touched = {key for key, w in weights.items() if w.grad is not None and ".indexer." in key}
-        assert len(touched) == (0 if taught == 0 else sum(".indexer." in key for key in weights))
+        assert len(touched) == (0 if count == 0 else sum(".indexer." in key for key in weights))
 
 
 def test_a_selection_bias_moves_towards_equal_loads() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from miniature.backbone import backbone, logits
+from miniature.bank import Bank
 from miniature.data import Text, held_out_windows
 from miniature.layers import Values
 from miniature.objectives import Setting, acceptance
@@ -41,14 +42,14 @@ def held_out(setting: Setting, weights: Weights, text: Text, context: int, count
 
 @torch.no_grad()
 def draft_lengths(
-    setting: Setting, frozen: Values, weights: Weights, text: Text, context: int, count: int
+    setting: Setting, frozen: Values, weights: Weights, rows: Bank, anchors: int, name: str
 ) -> dict[str, float]:
-    """Mean accepted drafts on held-out text, the target's context being that text (not what it would write)."""
-    ids = held_out_windows(text.held_out, context, min(count, AT_ONCE))
+    """Mean accepted drafts on rows that are not trained on, the target's context being those rows."""
     generator = torch.Generator().manual_seed(0)
-    seed = torch.rand(ids.shape[0], setting.anchors, generator=generator).to(ids.device)
-    figures = acceptance(setting, frozen, weights, ids, Rounding(on=True), seed).figures
-    return {f"held_out_{name}": float(value) for name, value in figures.items()}
+    places = rows.anchors(anchors, setting.config.dspark_block_size, generator)
+    on = Rounding(on=True)
+    outcome = acceptance(setting, frozen, weights, rows.ids, rows.aux, rows.hidden, places, on)
+    return {f"{name}_{key}": float(value) for key, value in outcome.figures.items()}
 
 
 def smoke(make: Callable[..., Any], steps: int = 8) -> None:

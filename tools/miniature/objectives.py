@@ -17,7 +17,7 @@ from quickseek.config import ModelConfig
 LESSON_WEIGHT = 1.0
 """Weight of the indexers' loss; it reaches no other parameter."""
 LATER_DRAFT = 0.85
-"""Weight of a draft's loss over that of the draft before it, without which it is worth nothing."""
+"""Weight of a draft's loss over that of the draft before it, without which it is worth nothing, unless one is given."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setting:
-    """What both objectives need. ``anchors``: how many of a sequence teach the drafter."""
+    """What both objectives need.
+
+    ``later``: weight of a draft's loss over that of the draft before it. ``greedy``: share of the drafter's target that
+    is the backbone's most likely token alone; the rest is its distribution.
+    """
 
     config: ModelConfig
     hashing: Hashing
@@ -39,7 +43,8 @@ class Setting:
     dtype: torch.dtype
     dropout: float = 0.0
     taught: int = 0
-    anchors: int = 0
+    later: float = LATER_DRAFT
+    greedy: float = 0.0
 
 
 def next_token(setting: Setting, weights: Weights, ids: Tensor, rounding: Rounding) -> Outcome:
@@ -62,30 +67,34 @@ def next_token(setting: Setting, weights: Weights, ids: Tensor, rounding: Roundi
 
 
 def acceptance(
-    setting: Setting, frozen: Values, weights: Weights, ids: Tensor, rounding: Rounding, seed: Tensor
+    setting: Setting,
+    frozen: Values,
+    weights: Weights,
+    ids: Tensor,
+    aux: Tensor,
+    hidden: Tensor,
+    anchors: Tensor,
+    rounding: Rounding,
 ) -> Outcome:
-    """How far the drafts after random anchors of ids [B, T] are from the frozen backbone's own distribution.
+    """How far the drafts after ``anchors`` [B, A] of ids [B, T] are from the frozen backbone's own distribution.
 
-    The loss of a draft is the cross entropy to the backbone's distribution plus the probability that rejection sampling
-    refuses it; the confidence learns that probability. ``frozen``: the backbone's values; ``seed``: uniform [B, A] that
-    chooses the anchors.
+    The loss of a draft is the cross entropy to its target plus the probability that rejection sampling from that
+    target refuses it; the confidence learns the probability of a refusal by the backbone's distribution itself.
+    ``frozen``: the backbone's values; ``aux`` and ``hidden`` [B, T, ...]: its states (``bank.Bank``).
     """
     config, block = setting.config, setting.config.dspark_block_size
-    on = Rounding(on=True)
     with torch.no_grad():
-        states = backbone(config, frozen, setting.hashing, ids, on, rotation=setting.rotation)
-        span = ids.shape[1] - block - 1
-        anchors = (seed * span).to(torch.int64)
         places = anchors.unsqueeze(-1) + 1 + torch.arange(block, device=ids.device)
         previous = ids.gather(1, places.flatten(1)).view(places.shape)
-        chosen = states.hidden.gather(1, places.flatten(1).unsqueeze(-1).expand(-1, -1, states.hidden.shape[-1]))
+        chosen = hidden.gather(1, places.flatten(1).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         wanted = torch.softmax(logits(frozen, chosen), -1).view(*places.shape, -1)
+        target = _sharpened(wanted, setting.greedy)
     found = values(config, weights, setting.dtype, rounding, draft=True)
     drafts = draft(
         config,
         found,
         frozen,
-        states.aux,
+        aux,
         anchors,
         previous,
         setting.rotation[False],
@@ -93,17 +102,27 @@ def acceptance(
         dropout=setting.dropout,
     )
     guesses = torch.log_softmax(drafts.logits, -1)
-    accepted = torch.minimum(guesses.exp(), wanted).sum(-1)
-    entropy = -(wanted * guesses).sum(-1)
-    importance = LATER_DRAFT ** torch.arange(block, device=ids.device)
+    drawn = guesses.exp()
+    accepted = torch.minimum(drawn.detach(), wanted).sum(-1)
+    refused = 1 - torch.minimum(drawn, target).sum(-1)
+    entropy = -(target * guesses).sum(-1)
+    importance = setting.later ** torch.arange(block, device=ids.device)
     importance = importance / importance.sum()
-    confident = F.binary_cross_entropy_with_logits(drafts.confidence, accepted.detach())
-    loss = ((entropy + 1 - accepted).mean((0, 1)) * importance).sum()
+    confident = F.binary_cross_entropy_with_logits(drafts.confidence, accepted)
+    loss = ((entropy + refused).mean((0, 1)) * importance).sum()
     agree = (drafts.logits.argmax(-1) == wanted.argmax(-1)).to(torch.float32)
     figures = {
         "loss": loss.detach(),
-        "sampled_length": accepted.detach().cumprod(-1).sum(-1).mean(),
+        "sampled_length": accepted.cumprod(-1).sum(-1).mean(),
         "greedy_length": agree.cumprod(-1).sum(-1).mean(),
         "confidence_loss": confident.detach(),
     }
     return Outcome(loss + confident, figures, drafts.loads)
+
+
+def _sharpened(wanted: Tensor, share: float) -> Tensor:
+    """Distributions [..., V] with ``share`` of their mass moved to their most likely token."""
+    if share == 0.0:
+        return wanted
+    likeliest = torch.zeros_like(wanted).scatter_(-1, wanted.argmax(-1, keepdim=True), 1.0)
+    return torch.lerp(wanted, likeliest, share)

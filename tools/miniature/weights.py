@@ -97,7 +97,8 @@ def from_stored(config: ModelConfig, checkpoint: WeightSource) -> dict[str, Tens
             rule = dequantize_a8 if kind.stored == "table" else dequantize_fp8_blocks
             found[name] = rule(checkpoint.read(name), checkpoint.read(f"{base}.scale"), torch.float32)
         else:
-            found[name] = checkpoint.read(name).to(torch.float32)
+            # A copy: what an open checkpoint reads can be memory of its file.
+            found[name] = checkpoint.read(name).to(torch.float32, copy=True)
     return found
 
 
