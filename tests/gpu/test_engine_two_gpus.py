@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine_cases import CLOSE_CALL, behind_the_best, reference_of, written
-from quickseek.errors import RankFailure
+from quickseek.errors import CollectiveTimeout, RankFailure
 from quickseek.llm import LLM
+from quickseek.ops.collectives import AllReduceMHC, LamportAllGather
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import World
 from quickseek.sampling_params import SamplingParams
@@ -76,3 +77,43 @@ def test_a_rank_that_dies_ends_the_other_with_a_message_that_names_it(tmp_path: 
     with pytest.raises(RankFailure, match="rank 1"):
         spawn(die, 2, str(directory), device="cuda", timeout_s=120)
     assert time.monotonic() - begun < 110
+
+
+LIMIT_S, STALL_S = 5.0, 12.0
+
+
+def stall(world: World, directory: str, drafts: int) -> dict[str, Any]:
+    """Rank 1 does nothing for longer than its peer waits, in the middle of an answer; then both serve again."""
+    for collective in (AllReduceMHC, LamportAllGather):
+        collective.__init__.__kwdefaults__["timeout_s"] = LIMIT_S
+    llm = LLM(directory, world=world, decode_backend="latency_specialized", num_speculative_tokens=drafts, **OPTIONS)
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    report: dict[str, Any] = {"plain": llm.generate(PROMPTS[:1], params)[0].token_ids, "shown": [], "missing": []}
+    stalled = False
+    try:
+        for _, output in llm.stream(PROMPTS[0], params):
+            report["shown"], last = list(output.token_ids), time.monotonic()
+            if world.rank == 1 and len(output.token_ids) >= 20 and not stalled:
+                stalled = True
+                time.sleep(STALL_S)
+    except CollectiveTimeout as error:
+        report |= {"after_s": time.monotonic() - last, "missing": [error.missing]}
+    try:
+        llm.generate(PROMPTS[:1], params)
+    except CollectiveTimeout as error:
+        report["missing"].append(error.missing)
+    llm.reset()
+    return report | {"again": llm.generate(PROMPTS[:1], params)[0].token_ids}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_rank_that_stalls_is_named_in_time_and_both_serve_again(tmp_path: Path, drafts: int) -> None:
+    pytest.importorskip("cutlass")
+    first, second = spawn(stall, 2, str(written(tmp_path, "tiny-tp")), drafts, device="cuda", timeout_s=150)
+    print(first["after_s"], second["after_s"], len(first["shown"]), len(second["shown"]))
+    assert first["missing"] == [(1,), (1,)] and second["missing"] == [(), ()]
+    assert LIMIT_S - 1.0 < first["after_s"] < LIMIT_S + 1.0
+    for report in (first, second):
+        assert report["again"] == report["plain"] and 20 <= len(report["shown"]) < 60
+        assert report["shown"] == report["plain"][: len(report["shown"])]
+    assert first["shown"] == second["shown"], "both raise at the results of the same step"
