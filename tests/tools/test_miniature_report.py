@@ -1,5 +1,6 @@
 """Figures of a miniature come from the same model that users run, and a missing mechanism shows in them."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_accepted_lengths_count_what_the_engine_accepted(directory: Path) -> Non
     assert isinstance(at, list) and len(at) == 5 and at == sorted(at, reverse=True)
     assert found["mean_accepted"] == pytest.approx(sum(at), abs=2e-3)
     assert found["tokens"] == 12
+
+
+def test_the_error_of_a_mean_is_that_of_its_prompts() -> None:
+    # Wholes of one size: the error of a plain mean, 2 / sqrt(3) of parts 1, 3 and 5 a whole of one.
+    assert report.ratio_error([1, 3, 5], [1.0] * 3) == pytest.approx(2 / 3**0.5)
+    assert report.ratio_error([2, 6, 10], [2.0] * 3) == pytest.approx(2 / 3**0.5)
+    assert report.ratio_error([3, 6, 30], [1.0, 2.0, 10.0]) == 0.0
+    assert math.isnan(report.ratio_error([3], [1.0]))
 
 
 def test_windows_are_spread_over_the_held_out_text() -> None:

@@ -95,20 +95,32 @@ def accepted_lengths(
 ) -> dict[str, object]:
     """Mean accepted drafts of five and acceptance by position, over what the engine writes after ``prompts``.
 
-    ``at``: how often each draft of a block was accepted, which needs all before it.
+    ``standard_error``: of the mean, from its spread over the prompts. ``at``: how often each draft of a block was
+    accepted, which needs all before it.
     """
     llm = LLM(directory, num_speculative_tokens=5, draft_sample_method=method, mode=mode)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1, ignore_eos=True)
     outputs = llm.generate(prompts, params)
-    cycles = sum(output.drafted for output in outputs) / 5
+    accepted, cycles_of = [output.accepted for output in outputs], [output.drafted / 5 for output in outputs]
+    cycles = sum(cycles_of)
     at = [0] * 5
     for output in outputs:
         for position, count in enumerate(output.accepted_at):
             at[position] += count
     return {
-        "mean_accepted": round(sum(output.accepted for output in outputs) / cycles, 3),
+        "mean_accepted": round(sum(accepted) / cycles, 3),
+        "standard_error": round(ratio_error(accepted, cycles_of), 3),
         "at": [round(count / cycles, 3) for count in at],
         "cycles": round(cycles),
         "tokens": sum(len(output.token_ids) for output in outputs),
         "text": outputs[0].text,
     }
+
+
+def ratio_error(parts: list[int], wholes: list[float]) -> float:
+    """Standard error of sum(parts) / sum(wholes) over independent pairs, to first order; NaN for a single pair."""
+    count, ratio = len(parts), sum(parts) / sum(wholes)
+    if count < 2:
+        return math.nan
+    squares = sum((part - ratio * whole) ** 2 for part, whole in zip(parts, wholes, strict=True))
+    return math.sqrt(squares * count / (count - 1)) / sum(wholes)
