@@ -34,18 +34,25 @@ def curve(points: Sequence[Point], title: str, left: int) -> str:
     )
 
 
+PANELS = {
+    "held_out_bits_per_byte": "backbone: held-out bits per byte",
+    "held_out_greedy_length": "drafter: drafts accepted on held-out text, greedy",
+    "held_out_own_greedy_length": "drafter: drafts accepted on the model's own text, greedy",
+}
+
+
 def picture(lines: Sequence[dict[str, float]]) -> str:
-    """An SVG of held-out bits per byte of the backbone, and of drafts accepted greedily by the drafter."""
-    backbone = [(d["step"], d["held_out_bits_per_byte"]) for d in lines if "held_out_bits_per_byte" in d]
-    drafter = [(d["step"], d["held_out_greedy_length"]) for d in lines if "held_out_greedy_length" in d]
+    """An SVG of the held-out figures that the log has, one panel each."""
+    curves = {title: [(d["step"], d[key]) for d in lines if key in d] for key, title in PANELS.items()}
+    drawn = [(title, points) for title, points in curves.items() if points]
+    width = len(drawn) * WIDTH
     return "\n".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" height="{HEIGHT}" font-size="11" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" font-size="11" '
             'font-family="sans-serif">',
             "<style>.line{fill:none;stroke:#06c;stroke-width:2}.box{fill:none;stroke:#999}</style>",
-            f'<rect width="{2 * WIDTH}" height="{HEIGHT}" fill="white"/>',
-            curve(backbone, "backbone: held-out bits per byte", 0),
-            curve(drafter, "drafter: drafts accepted on held-out text, greedy", WIDTH),
+            f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
+            *(curve(points, title, number * WIDTH) for number, (title, points) in enumerate(drawn)),
             "</svg>",
         )
     )

@@ -4,6 +4,9 @@ First ``python tools/train_miniature.py --prepare`` where the two text packages 
 names them, their versions and licences); then, on one GPU, ``python tools/train_miniature.py --out DIR --minutes 8``.
 The result is ``miniature.tar`` (a checkpoint directory in the released formats), the log as JSON lines, and the fp32
 weights. ``--state FILE`` keeps what a later call needs to go on; ``--steps`` and ``--draft-steps`` replace the clock.
+
+``--backbone DIR`` goes on with the drafter of a checkpoint and leaves its backbone as it is, to the bit; ``--own-text``
+gives it answers of that model (tools/write_text.py) beside the text.
 """
 
 import argparse
@@ -237,6 +240,8 @@ def train(options: argparse.Namespace) -> None:
         draft_limit = replace(draft_limit, since=time.monotonic())
     if kept is not None:
         phase.restore(kept)
+    elif options.backbone is not None:
+        log.write("draft", phase.step, 0.0, **phase.measure())
     phase.run(draft_limit, log)
     if options.state:
         torch.save(phase.state(), options.state)

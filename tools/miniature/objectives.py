@@ -124,5 +124,6 @@ def _sharpened(wanted: Tensor, share: float) -> Tensor:
     """Distributions [..., V] with ``share`` of their mass moved to their most likely token."""
     if share == 0.0:
         return wanted
-    likeliest = torch.zeros_like(wanted).scatter_(-1, wanted.argmax(-1, keepdim=True), 1.0)
+    tokens = torch.arange(wanted.shape[-1], device=wanted.device)
+    likeliest = (tokens == wanted.argmax(-1, keepdim=True)).to(wanted.dtype)
     return torch.lerp(wanted, likeliest, share)
