@@ -25,7 +25,7 @@ FP8 = {
 """Packed projections: outputs and inputs."""
 BF16 = {"index weights": (32, 5120), "index keys": (128, 512), "decoder compressor": (512, 5120)}
 WIDE = {"router": (384, 5120), "compressor": (512, 5120), "logits": (32320, 5120), "Markov": (32320, 256)}
-WIDE_TILES = ((16, 64, 4), (32, 128, 3), (64, 64, 3))
+WIDE_TILES = ((32, 4, 64, 1), (32, 2, 128, 1), (64, 4, 64, 1), (32, 4, 64, 2))
 """Tiles beside the usual ``WIDE_BF16``, for the choice between them."""
 
 Product = Callable[[Tensor, Tensor], object]
@@ -83,8 +83,8 @@ def mm_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
-def with_tile(tile: tuple[int, int, int]) -> Product:
-    """``linear_wide`` with another ``WIDE_BF16``: outputs, columns of a warp, stages."""
+def with_tile(tile: tuple[int, int, int, int]) -> Product:
+    """``linear_wide`` with another ``WIDE_BF16``: outputs, warps, columns of a warp, stages."""
     from quickseek.ops.linear import triton as kernels
 
     def product(x: Tensor, weight: Tensor) -> Tensor:

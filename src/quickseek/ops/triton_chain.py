@@ -19,12 +19,12 @@ from quickseek.ops import triton_math as math
 
 LINE = tl.constexpr(128)
 """Bytes that one request brings into the L2 cache."""
-MOST_FETCHED = 24 << 20
-"""Bytes of a weight that fit into the L2 cache (50 MB on an H200) beside those of the kernels next to it."""
+MOST_FETCHED = 11 << 19
+"""Bytes of a weight up to which asking ahead pays (one H200): with more, the requests delay the loads themselves."""
 
 
 def fetched_bytes(weight: Tensor) -> int:
-    """How much of each row of a weight [O, ...] to ask for ahead: all of it, unless the L2 cache could not keep it."""
+    """How much of each row of a weight [O, ...] to ask for ahead: all of it, or nothing of a large one."""
     size = weight.numel() * weight.element_size()
     return size // weight.shape[0] if size <= MOST_FETCHED else 0
 

@@ -26,8 +26,11 @@ from quickseek.ops.triton_launch import multiprocessors
 
 KINDS = {"plain": 0, "a8": 1, "q4k": 2}
 """Numbers of the kinds of records in the kernel."""
-TILE = 64
-"""Keys of a tile: the rows of one matrix product."""
+TILES = ((4, 16, 4), (64, 32, 4), (1 << 31, 64, 8))
+"""Up to how many rows times groups of heads which tile of keys (the rows of one product) and which warps are used.
+
+Where rows are few, smaller tiles let more programs share the keys of one.
+"""
 MOST_HEADS = 32
 """Query heads of a program: their FP32 sums of D channels stay in registers."""
 
@@ -313,8 +316,9 @@ def _launch(
     head_block = 16 if heads <= 16 else MOST_HEADS
     padded = max(32, triton.next_power_of_2(width))
     groups = triton.cdiv(heads, head_block)
-    ring_tiles, step_tiles = triton.cdiv(window_size, TILE), triton.cdiv(step_rows, TILE)
-    tiles = ring_tiles + step_tiles + triton.cdiv(list_width, TILE)
+    tile, warps = next((tile, warps) for most, tile, warps in TILES if count * groups <= most)
+    ring_tiles, step_tiles = triton.cdiv(window_size, tile), triton.cdiv(step_rows, tile)
+    tiles = ring_tiles + step_tiles + triton.cdiv(list_width, tile)
     each = tiles_of_a_program(count * groups, tiles, multiprocessors(queries.device))
     parts = triton.cdiv(tiles, each)
     out = torch.empty(count, heads, width, dtype=torch.bfloat16, device=queries.device)
@@ -331,9 +335,9 @@ def _launch(
         heads, each, ring_tiles, step_tiles, list_width, window_size, block_rows, width**-0.5,
         window.storage.stride(0), window.block_rows, window.table.stride(0),
         other.storage.stride(0), other.block_rows, other.table.stride(0),
-        width=width, padded=padded, head_block=head_block, tile_size=TILE,
+        width=width, padded=padded, head_block=head_block, tile_size=tile,
         ring_kind=ring_kind, pages_kind=pages_kind, in_blocks=block_rows > 0, split=parts > 1,
-        num_warps=8, num_stages=1,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
     if parts > 1:
         channels = min(128, padded)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 FEW_ROWS = 16
 """Rows up to which one launch without tiles of rows is used."""
 MOST_SPLITS = 16
-WIDE_BF16 = (32, 64, 4)
-"""Outputs, columns of a warp and stages of a program of ``_few`` on BF16 weights of many outputs."""
+WIDE_BF16 = (32, 4, 64, 3)
+"""What ``few_shape`` gives for BF16 weights of many outputs."""
 PREPARED = 1024
 """Values of a program of ``_prepare_rows``."""
 
@@ -70,14 +70,15 @@ def _few(
     x, x_scales, weight, weight_scales, out,
     rows, outputs, inner, x_stride, x_group, x_scales_stride, weight_stride, scales_stride, fetched,
     KIND: tl.constexpr, INPUT: tl.constexpr,
-    ROWS: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    GIVEN: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """out[t, g, o] for OUT outputs o of group g: each of PARTS warps multiplies PART of every PARTS * PART of K.
 
-    The first ``fetched`` bytes of each of its weight rows are on their way before it waits.
+    GIVEN rows of x are read; a single one is repeated, since a product takes ROWS. The first ``fetched`` bytes of each
+    of its weight rows are on their way before it waits.
     """
     group, first = tl.program_id(1), tl.program_id(0) * OUT
-    outs, row = first + tl.arange(0, OUT), tl.arange(0, ROWS)
+    outs, row = first + tl.arange(0, OUT), tl.arange(0, GIVEN)
     weight_row = (group * outputs + outs).to(tl.int64)
     here, there = outs < outputs, row < rows
     fetched_row = (group * outputs + tl.minimum(outs, outputs - 1)).to(tl.int64)
@@ -109,31 +110,34 @@ def _few(
             place = weight_scales + weight_row[None, :, None] * scales_stride + blocks[:, None, :]
             scales = tl.load(place, mask=here[None, :, None] & block_here[:, None, :], other=0)
             values = _fp4_values(codes, scales, (PARTS, OUT, PART), (PARTS, OUT, GROUPS, 32))
+            taken = tl.broadcast_to(taken, (PARTS, ROWS, PART))
             sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
         else:
             place = weight + weight_row[None, :, None] * weight_stride + k
             codes = tl.load(place, mask=here[None, :, None] & (k < inner), other=0)
             if KIND == "bf16":
+                taken = tl.broadcast_to(taken, (PARTS, ROWS, PART))
                 sums = tl.dot(codes, tl.permute(taken, (0, 2, 1)), sums)
             else:
                 ahead = blocks + PARTS * GROUPS
                 scale = next_scales.to(tl.int32)[:, None, :]
                 next_scales = tl.load(block_row + ahead, mask=ahead * 32 < inner, other=0)
                 if INPUT == "plain":
-                    groups = tl.reshape(taken.to(tl.float32), (PARTS, ROWS, GROUPS, 32))
+                    groups = tl.reshape(taken.to(tl.float32), (PARTS, GIVEN, GROUPS, 32))
                     groups *= tl.expand_dims(math.e8m0_value(scale), -1)
-                    taken = tl.reshape(groups, (PARTS, ROWS, PART)).to(tl.bfloat16)
+                    taken = tl.reshape(groups, (PARTS, GIVEN, PART)).to(tl.bfloat16)
+                    taken = tl.broadcast_to(taken, (PARTS, ROWS, PART))
                     values = math.e4m3_value(codes).to(tl.bfloat16)
                     sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
                 else:
                     if INPUT == "a8":
-                        groups = tl.reshape(taken.to(tl.float32), (PARTS, ROWS, GROUPS, 32))
+                        groups = tl.reshape(taken.to(tl.float32), (PARTS, GIVEN, GROUPS, 32))
                         numbers, exponent = _a8_codes(groups)
                     else:
                         exponent = next_exponents.to(tl.int32)
                         place, inside = x_scales_rows + ahead[:, None, :], (ahead * 32 < inner)[:, None, :]
                         next_exponents = tl.load(place, mask=there[None, :, None] & inside, other=0)
-                        numbers = tl.reshape(taken, (PARTS, ROWS, GROUPS, 32)).to(tl.float8e4nv, bitcast=True)
+                        numbers = tl.reshape(taken, (PARTS, GIVEN, GROUPS, 32)).to(tl.float8e4nv, bitcast=True)
                     # A row's largest block scale multiplies the sum, what is left of the others' the codes. These are
                     # multiples of 2^-9, so FP16 holds them exactly unless scales differ by more than 2^15; beyond it
                     # cuts off below 2^-33 of the largest term (a group under A8's floor needs weights that far apart).
@@ -142,13 +146,15 @@ def _few(
                     largest = tl.max(exponent, 2)
                     rest = _power(exponent - largest[:, :, None]).to(tl.float16)
                     numbers = numbers.to(tl.float16) * tl.expand_dims(rest, -1)
-                    numbers = tl.permute(tl.reshape(numbers, (PARTS, ROWS, PART)), (0, 2, 1))
+                    numbers = tl.broadcast_to(tl.reshape(numbers, (PARTS, GIVEN, PART)), (PARTS, ROWS, PART))
+                    numbers = tl.permute(numbers, (0, 2, 1))
                     values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
                     factor = tl.where(nan != 0, float("nan"), _power(largest - 254))
                     sums += tl.dot(values, numbers) * factor[:, None, :]
-    place = out + row[None, :].to(tl.int64) * (outputs * tl.num_programs(1)) + weight_row[:, None]
+    out_row = tl.arange(0, ROWS)[None, :]
+    place = out + out_row.to(tl.int64) * (outputs * tl.num_programs(1)) + weight_row[:, None]
     total = tl.sum(sums, 0).to(out.dtype.element_ty)
-    tl.store(place, total, mask=here[:, None] & there[None, :])
+    tl.store(place, total, mask=here[:, None] & (out_row < rows))
 
 
 @chained
@@ -311,25 +317,35 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     # _few needs tiles of outputs that lie in one block row of scales.
     if tiled or (kind == "fp8" and groups > 1 and outputs % BLOCK):
         return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
-    processors = multiprocessors(x.device)
-    wide = triton.cdiv(outputs, 32) * groups >= 3 * processors // 2
-    tile, parts = 32 if wide else 16, 8 if inner >= 4096 and not wide else 4
-    part = 128 if kind != "bf16" and inner >= 2048 else 64
-    # 16 rows take twice the room of 8.
-    stages = 4 if rows <= 8 else 3
-    if kind == "bf16" and wide:
-        tile, part, stages = WIDE_BF16
-    elif kind == "bf16" and triton.cdiv(outputs, tile) * groups <= processors // 2:
-        # Few programs must each have more in flight. 16 warps instead made them a fifth slower (one H200).
-        stages = 6
+    tile, parts, part, stages = few_shape(kind, given, rows, outputs, inner, groups, multiprocessors(x.device))
+    fitting = 8 if rows <= 8 else 16
     _few[(triton.cdiv(outputs, tile), groups)](
         x, x if scales is None else scales, codes, weight_scales, out,
         rows, outputs, inner, x.stride(0), x.stride(1) if groups > 1 else 0,
         0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0), fetched_bytes(codes),
-        KIND=kind, INPUT=given, ROWS=8 if rows <= 8 else 16, OUT=tile, PARTS=parts, PART=part,
+        KIND=kind, INPUT=given, GIVEN=1 if rows == 1 else fitting, ROWS=fitting, OUT=tile, PARTS=parts, PART=part,
         num_warps=parts, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def few_shape(
+    kind: str, given: str, rows: int, outputs: int, inner: int, groups: int, processors: int
+) -> tuple[int, int, int, int]:
+    """Outputs and warps of a program of ``_few``, columns of a warp at a time, stages: the best of a few on an H200."""
+    tiles = triton.cdiv(outputs, 32) * groups
+    # Two programs of 32 outputs for most multiprocessors; or one, where each of them quantises several rows.
+    if tiles >= (processors if rows > 1 and given == "a8" else 3 * processors // 2):
+        return WIDE_BF16 if kind == "bf16" else (32, 4, 128, 3)
+    if kind == "bf16":
+        return 16, 4, 128, 4
+    if inner < 1024:
+        return 16, 4, 64, 4
+    if rows == 1:
+        return 16, 4, 256, 3 if inner >= 4096 else 2
+    if inner >= 4096:
+        return 16, 8, 128, 3
+    return (16, 4, 256, 2) if given == "codes" and rows <= 8 else (16, 4, 128, 3)
 
 
 def _tiled(

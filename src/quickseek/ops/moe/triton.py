@@ -40,6 +40,12 @@ FEW_SLOTS = 512
 """Up to so many (row, expert) pairs each pair has a tile of its own; above, experts have them."""
 TILE_ROWS = ((2, 8), (10, 16))
 """Rows of a tile by the mean rows of an expert: 8 up to 2, 16 up to 10, beyond 64."""
+GATE_UP_FEW = {8: (32, 4, 3), 16: (32, 4, 3)}
+"""By the rows of a tile: pairs of outputs and warps of a program, stages. An SM holds two programs of either."""
+DOWN_ONE, DOWN = (64, 128, 4, 2), (128, 64, 4, 3)
+"""Outputs of a program, packed bytes of a step, warps, stages: for the tiles of a row or two, and for more."""
+MOST_FETCHED_ITEMS = 16
+"""Tiles of which the L2 cache keeps the down projections that are asked for ahead."""
 
 
 # ---------------------------------------------------------------------------------------------- router
@@ -404,19 +410,20 @@ def gate_up_many(
 @chained
 @triton.jit
 def down(
-    hidden, tiles, codes, scales, out, width, groups, outputs,
+    hidden, tiles, codes, scales, out, width, groups, outputs, ahead,
     LINES: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """out [slots, outputs]: w2 of the rows of hidden, for a tile's rows and LINES outputs.
 
-    ``tiles`` is older than the kernel before, so the tile's weights are asked for before the wait.
+    ``tiles`` is older than the kernel before: ``ahead``, the tile's weights are asked for before the wait.
     """
     tile = tiles + tl.program_id(1) * 3
     expert = tl.load(tile)
     output = tl.program_id(0) * LINES + tl.arange(0, LINES)
     line = tl.maximum(expert, 0).to(tl.int64) * outputs + tl.minimum(output, outputs - 1)
-    fetch((codes + line * width).to(tl.int64), tl.where(expert < 0, 0, width), 2)
-    fetch((scales + line * groups).to(tl.int64), tl.where(expert < 0, 0, groups), 1)
+    early = (expert >= 0) & (ahead != 0)
+    fetch((codes + line * width).to(tl.int64), tl.where(early, width, 0), 2)
+    fetch((scales + line * groups).to(tl.int64), tl.where(early, groups, 0), 1)
     begin()
     if expert < 0:
         return
@@ -494,18 +501,18 @@ def routed_experts(
     )  # fmt: skip
     operands = (quantized, tokens, tiles, w13.codes, w13.scales, between, hidden // 2, hidden // BLOCK, inner, limit)
     if tile_rows <= 16:
-        # Fewer warps for more rows: an SM holds two of either.
-        warps = 8 if tile_rows == 8 else 4
-        gate_up_few[(inner // 32, items)](
-            *operands, PAIRS=32, ROWS=tile_rows, BYTES=64, SLICES=warps, num_warps=warps, num_stages=3
+        pairs, warps, stages = GATE_UP_FEW[tile_rows]
+        gate_up_few[(triton.cdiv(inner, pairs), items)](
+            *operands, PAIRS=pairs, ROWS=tile_rows, BYTES=64, SLICES=warps, num_warps=warps, num_stages=stages
         )
     else:
         gate_up_many[(triton.cdiv(inner, 64), items)](
             *operands, PAIRS=64, ROWS=tile_rows, BYTES=64, num_warps=4, num_stages=3
         )
-    down[(triton.cdiv(hidden, 64), items)](
-        between, tiles, w2.codes, w2.scales, out, inner // 2, inner // BLOCK, hidden,
-        LINES=64, ROWS=tile_rows, BYTES=64, num_warps=4, num_stages=4,
+    lines, bytes_, warps, stages = DOWN_ONE if items <= MOST_FETCHED_ITEMS else DOWN
+    down[(triton.cdiv(hidden, lines), items)](
+        between, tiles, w2.codes, w2.scales, out, inner // 2, inner // BLOCK, hidden, items <= MOST_FETCHED_ITEMS,
+        LINES=lines, ROWS=tile_rows, BYTES=bytes_, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return UnfinalizedMoE(out, routing.weights, index)
 
