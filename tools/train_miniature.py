@@ -158,7 +158,7 @@ class Run:
             return material.draw(options.draft_batch, options.own_share, options.anchors, block, options.seed + 2, step)
 
         def held_out() -> dict[str, float]:
-            figures = {}
+            figures: dict[str, float] = {}
             for name, rows in kept.items():
                 figures |= measure.draft_lengths(self.setting, frozen, self.weights, rows, options.anchors, name)
             return figures
@@ -213,8 +213,10 @@ class Run:
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the checkpoint; those of a given backbone as they are, since values can have two encodings."""
         for name, tensor in checkpoint_tensors(self.config, self.weights):
-            given = self.source is not None and not name.startswith("mtp.")
-            yield name, self.source.read(name) if given else tensor
+            if self.source is None or name.startswith("mtp."):
+                yield name, tensor
+            else:
+                yield name, self.source.read(name)
 
 
 def train(options: argparse.Namespace) -> None:

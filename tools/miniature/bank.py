@@ -42,14 +42,11 @@ class Bank:
             raise ValueError(f"rows of {length} tokens: expected at least the {width} of the answers")
         count = 1 + round((length - width) / (width - window))
         starts = [(length - width) * number // max(1, count - 1) for number in range(count)]
-        pieces = [
-            Bank(
-                *(part[:, start : start + width] for part in (self.ids, self.aux, self.hidden)),
-                (self.first - start).clamp_min(window - 1 if start else 0),
-            )
-            for start in starts
-        ]
-        return joined(pieces)
+        return joined(self._piece(slice(start, start + width), window - 1 if start else 0) for start in starts)
+
+    def _piece(self, places: slice, least: int) -> "Bank":
+        first = (self.first - places.start).clamp_min(least)
+        return Bank(self.ids[:, places], self.aux[:, places], self.hidden[:, places], first)
 
     def rows(self, chosen: Tensor) -> "Bank":
         """The rows of index ``chosen``."""
