@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 LAUNCHES = sorted(HERE.glob("launches_*.py"))
 LARGEST_SHARED = 227 * 1024
 
-LOOKS_AHEAD = {"down", "_project", "_mix"}
+LOOKS_AHEAD = {"down", "_project", "_mix", "_held"}
 """Kernels that read before their wait what the kernel before does not write, or weights; all others read nothing."""
 
 pytestmark = pytest.mark.compiler

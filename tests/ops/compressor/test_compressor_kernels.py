@@ -68,10 +68,11 @@ def test_latents_and_open_rows_are_the_references(
             assert_relative(pooled[closed].flip(1), expected[closed], 1e-6)
         with pytest.raises(AssertionError, match="outside the bound"):
             assert_op(latents[closed].flip(1), expected_latents[closed])
-    kept = torch.nan_to_num(ring.storage, 55.0)
-    assert_bits(torch.nan_to_num(there.storage.cpu(), 55.0), kept, "open rows")
+    # What is written to the scratch block, the first, means nothing.
+    kept = torch.nan_to_num(ring.storage[1:], 55.0)
+    assert_bits(torch.nan_to_num(there.storage[1:].cpu(), 55.0), kept, "open rows")
     with pytest.raises(AssertionError, match="differ in bits"):
-        assert_bits(torch.nan_to_num(there.storage.cpu(), 56.0), kept)
+        assert_bits(torch.nan_to_num(there.storage[1:].cpu(), 56.0), kept)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

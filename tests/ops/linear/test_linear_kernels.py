@@ -97,7 +97,7 @@ def test_a_weight_that_every_step_would_copy_is_refused_before_anything_runs(
 ) -> None:
     x, weight = inputs(2, 96), weight_of("fp8", 64, 96)
     assert isinstance(weight, Fp8Weight)
-    for kernel in ("_few", "_many", "_plain", "_prepare_rows"):
+    for kernel in ("_few", "_held", "_many", "_plain", "_prepare_rows"):
         monkeypatch.setattr(kernels, kernel, None)
     if part == "values":
         for name, run_door in (("weight", kernels.linear_wide), ("weight", lambda x, w: kernels.linear(x, w, True))):

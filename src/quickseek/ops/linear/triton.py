@@ -1,15 +1,16 @@
 """Linear kernels on weights as stored: codes become 16-bit floats in registers, tensor cores multiply, sums are FP32.
 
 ``_few`` (up to 16 rows, one launch): a program has 16 or 32 outputs, each of its warps a part of K; it reads its
-weights once, and the activations, which it quantises itself. ``_many`` (more rows, or quantised rows on FP4): tiles of
-outputs and rows; where they are too few for the GPU, K is split and the last program of a tile adds the parts in
-order. ``_prepare_rows`` runs before it (a second launch) where rows are to be quantised or parts to be counted.
-``_plain`` (one launch): products with an FP32 side, without tensor cores. Bytes: the weight as stored, and rows in and
-out.
+weights once, and the activations, which it quantises itself. ``_held`` (up to 8 rows, FP8 weights of up to 10 MB) is
+``_few`` with all weights of a program in registers before it waits for its predecessor. ``_many`` (more rows, or
+quantised rows on FP4): tiles of outputs and rows; where they are too few for the GPU, K is split and the last program
+of a tile adds the parts in order. ``_prepare_rows`` runs before it (a second launch) where rows are to be quantised or
+parts to be counted. ``_plain`` (one launch): products with an FP32 side, without tensor cores. Bytes: the weight as
+stored, and rows in and out.
 
 E8M0 scales multiply values before they are rounded to BF16, which is exact for scales within 2^100 of one; codes on
-both sides are multiplied in FP16, where they are exact, and scaled in FP32. ``_few`` asks for its weights
-before it waits for its predecessor (``triton_chain``); all else is read after.
+both sides are multiplied in FP16, where they are exact, and scaled in FP32. ``_few`` asks for its weights before it
+waits, ``_held`` reads them (``triton_chain``); all else is read after.
 """
 
 from typing import TYPE_CHECKING
@@ -33,6 +34,8 @@ FEW_ROWS = 16
 MOST_SPLITS = 16
 WIDE_BF16 = (32, 4, 64, 3)
 """What ``few_shape`` gives for BF16 weights of many outputs."""
+HELD_BYTES = 320
+"""Bytes of an FP8 weight that a thread holds at most: with more, a program leaves no room for the next kernel's."""
 PREPARED = 1024
 """Values of a program of ``_prepare_rows``."""
 
@@ -62,6 +65,100 @@ def _power(exponent):
     """FP32 2^exponent, 0 below the normal numbers, infinity above the finite ones."""
     bits = tl.minimum(tl.maximum(exponent + 127, 0), 255) << 23
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fp8_step(sums, codes, scale, taken, exponent, INPUT: tl.constexpr):
+    """sums [parts, outputs, rows] plus the products of FP8 ``codes`` [parts, outputs, columns] and rows ``taken``.
+
+    ``scale``: biased exponents [parts, 1, groups] of the weight (int32). taken [parts, given, columns]: BF16, plain or
+    to be quantised, or E4M3 bytes with biased exponents ``exponent`` [parts, given, groups]; one row stands for all.
+    """
+    PARTS: tl.constexpr = taken.shape[0]
+    GIVEN: tl.constexpr = taken.shape[1]
+    PART: tl.constexpr = taken.shape[2]
+    ROWS: tl.constexpr = sums.shape[2]
+    if INPUT == "plain":
+        groups = tl.reshape(taken.to(tl.float32), (PARTS, GIVEN, PART // 32, 32))
+        groups *= tl.expand_dims(math.e8m0_value(scale), -1)
+        values = tl.broadcast_to(tl.reshape(groups, (PARTS, GIVEN, PART)).to(tl.bfloat16), (PARTS, ROWS, PART))
+        sums = tl.dot(math.e4m3_value(codes).to(tl.bfloat16), tl.permute(values, (0, 2, 1)), sums)
+    else:
+        if INPUT == "a8":
+            numbers, exponent = _a8_codes(tl.reshape(taken.to(tl.float32), (PARTS, GIVEN, PART // 32, 32)))
+        else:
+            numbers = tl.reshape(taken, (PARTS, GIVEN, PART // 32, 32)).to(tl.float8e4nv, bitcast=True)
+        # A row's largest block scale multiplies the sum, what is left of the others' the codes. These are multiples of
+        # 2^-9, so FP16 holds them exactly unless scales differ by more than 2^15; beyond it cuts off below 2^-33 of the
+        # largest term (a group under A8's floor needs weights that far apart).
+        nan = tl.max(((exponent == 255) | (scale == 255)).to(tl.int32), 2)
+        exponent += scale
+        largest = tl.max(exponent, 2)
+        rest = _power(exponent - largest[:, :, None]).to(tl.float16)
+        numbers = tl.reshape(numbers.to(tl.float16) * tl.expand_dims(rest, -1), (PARTS, GIVEN, PART))
+        numbers = tl.permute(tl.broadcast_to(numbers, (PARTS, ROWS, PART)), (0, 2, 1))
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        factor = tl.where(nan != 0, float("nan"), _power(largest - 254))
+        sums += tl.dot(values, numbers) * factor[:, None, :]
+    return sums
+
+
+@triton.jit
+def _store_sums(out, sums, rows, outputs, outs, weight_row):
+    """Sums [parts, outputs, rows], added up over the parts, to out [rows, ...]; ``weight_row``: the column of each."""
+    row = tl.arange(0, sums.shape[2])[None, :]
+    place = out + row.to(tl.int64) * (outputs * tl.num_programs(1)) + weight_row[:, None]
+    tl.store(place, tl.sum(sums, 0).to(out.dtype.element_ty), mask=(outs < outputs)[:, None] & (row < rows))
+
+
+@chained
+@triton.jit(do_not_specialize=["rows"])
+def _held(
+    x, x_scales, weight, weight_scales, out,
+    rows, outputs, inner, x_stride, x_group, x_scales_stride, weight_stride, scales_stride,
+    INPUT: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr,
+    PART: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """``_few`` for an FP8 weight of at most STEPS steps: a program has all of its part in registers before it waits.
+
+    The rows of AHEAD steps are loaded ahead of the products.
+    """
+    group, first = tl.program_id(1), tl.program_id(0) * OUT
+    outs, row = first + tl.arange(0, OUT), tl.arange(0, GIVEN)
+    weight_row = (group * outputs + outs).to(tl.int64)
+    here, there = outs < outputs, row < rows
+    GROUPS: tl.constexpr = PART // 32
+    # A tile of outputs lies in one block row of an FP8 weight.
+    block_row = weight_scales + (group * outputs + first).to(tl.int64) // 32 * scales_stride
+    place = weight + weight_row[None, :, None] * weight_stride
+    part = tl.arange(0, PARTS)[:, None]
+    codes = ()
+    scales = ()
+    for step in tl.static_range(STEPS):
+        k = (step * PARTS + part)[:, :, None] * PART + tl.arange(0, PART)[None, None, :]
+        blocks = (step * PARTS + part) * GROUPS + tl.arange(0, GROUPS)[None, :]
+        codes = codes + (tl.load(place + k, mask=here[None, :, None] & (k < inner), other=0),)  # noqa: RUF005
+        scales = scales + (tl.load(block_row + blocks, mask=blocks * 32 < inner, other=0),)  # noqa: RUF005
+    begin()
+    x_rows = x + group.to(tl.int64) * x_group + row.to(tl.int64)[None, :, None] * x_stride
+    sums = tl.zeros((PARTS, OUT, ROWS), tl.float32)
+    taken = ()
+    exponents = ()
+    for turn in tl.static_range(STEPS + AHEAD):
+        if turn < STEPS:
+            k = (turn * PARTS + part)[:, :, None] * PART + tl.arange(0, PART)[None, None, :]
+            taken = taken + (tl.load(x_rows + k, mask=there[None, :, None] & (k < inner), other=0),)  # noqa: RUF005
+            if INPUT == "codes":
+                blocks = ((turn * PARTS + part) * GROUPS + tl.arange(0, GROUPS)[None, :])[:, None, :]
+                of_rows = x_scales + row[None, :, None] * x_scales_stride + blocks
+                loaded = tl.load(of_rows, mask=there[None, :, None] & (blocks * 32 < inner), other=0)
+                exponents = exponents + (loaded.to(tl.int32),)  # noqa: RUF005
+            else:
+                exponents = exponents + (0,)  # noqa: RUF005
+        if turn >= AHEAD:
+            scale = scales[turn - AHEAD].to(tl.int32)[:, None, :]
+            sums = _fp8_step(sums, codes[turn - AHEAD], scale, taken[turn - AHEAD], exponents[turn - AHEAD], INPUT)
+    _store_sums(out, sums, rows, outputs, outs, weight_row)
 
 
 @chained
@@ -101,14 +198,13 @@ def _few(
         begins = start + tl.arange(0, PARTS) * PART
         k = begins[:, None, None] + tl.arange(0, PART)[None, None, :]
         blocks = begins[:, None] // 32 + tl.arange(0, GROUPS)[None, :]
-        block_here = blocks * 32 < inner
         taken = tl.load(x_rows + k, mask=there[None, :, None] & (k < inner), other=0)
         if KIND == "fp4":
             pair = begins[:, None, None] // 2 + tl.arange(0, PART // 2)[None, None, :]
             place = weight + weight_row[None, :, None] * weight_stride + pair
             codes = tl.load(place, mask=here[None, :, None] & (pair * 2 < inner), other=0)
             place = weight_scales + weight_row[None, :, None] * scales_stride + blocks[:, None, :]
-            scales = tl.load(place, mask=here[None, :, None] & block_here[:, None, :], other=0)
+            scales = tl.load(place, mask=here[None, :, None] & (blocks * 32 < inner)[:, None, :], other=0)
             values = _fp4_values(codes, scales, (PARTS, OUT, PART), (PARTS, OUT, GROUPS, 32))
             taken = tl.broadcast_to(taken, (PARTS, ROWS, PART))
             sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
@@ -122,39 +218,13 @@ def _few(
                 ahead = blocks + PARTS * GROUPS
                 scale = next_scales.to(tl.int32)[:, None, :]
                 next_scales = tl.load(block_row + ahead, mask=ahead * 32 < inner, other=0)
-                if INPUT == "plain":
-                    groups = tl.reshape(taken.to(tl.float32), (PARTS, GIVEN, GROUPS, 32))
-                    groups *= tl.expand_dims(math.e8m0_value(scale), -1)
-                    taken = tl.reshape(groups, (PARTS, GIVEN, PART)).to(tl.bfloat16)
-                    taken = tl.broadcast_to(taken, (PARTS, ROWS, PART))
-                    values = math.e4m3_value(codes).to(tl.bfloat16)
-                    sums = tl.dot(values, tl.permute(taken, (0, 2, 1)), sums)
-                else:
-                    if INPUT == "a8":
-                        groups = tl.reshape(taken.to(tl.float32), (PARTS, GIVEN, GROUPS, 32))
-                        numbers, exponent = _a8_codes(groups)
-                    else:
-                        exponent = next_exponents.to(tl.int32)
-                        place, inside = x_scales_rows + ahead[:, None, :], (ahead * 32 < inner)[:, None, :]
-                        next_exponents = tl.load(place, mask=there[None, :, None] & inside, other=0)
-                        numbers = tl.reshape(taken, (PARTS, GIVEN, GROUPS, 32)).to(tl.float8e4nv, bitcast=True)
-                    # A row's largest block scale multiplies the sum, what is left of the others' the codes. These are
-                    # multiples of 2^-9, so FP16 holds them exactly unless scales differ by more than 2^15; beyond it
-                    # cuts off below 2^-33 of the largest term (a group under A8's floor needs weights that far apart).
-                    nan = tl.max(((exponent == 255) | (scale == 255)).to(tl.int32), 2)
-                    exponent += scale
-                    largest = tl.max(exponent, 2)
-                    rest = _power(exponent - largest[:, :, None]).to(tl.float16)
-                    numbers = numbers.to(tl.float16) * tl.expand_dims(rest, -1)
-                    numbers = tl.broadcast_to(tl.reshape(numbers, (PARTS, GIVEN, PART)), (PARTS, ROWS, PART))
-                    numbers = tl.permute(numbers, (0, 2, 1))
-                    values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-                    factor = tl.where(nan != 0, float("nan"), _power(largest - 254))
-                    sums += tl.dot(values, numbers) * factor[:, None, :]
-    out_row = tl.arange(0, ROWS)[None, :]
-    place = out + out_row.to(tl.int64) * (outputs * tl.num_programs(1)) + weight_row[:, None]
-    total = tl.sum(sums, 0).to(out.dtype.element_ty)
-    tl.store(place, total, mask=here[:, None] & (out_row < rows))
+                exponent = 0
+                if INPUT == "codes":
+                    exponent = next_exponents.to(tl.int32)
+                    place, inside = x_scales_rows + ahead[:, None, :], (ahead * 32 < inner)[:, None, :]
+                    next_exponents = tl.load(place, mask=there[None, :, None] & inside, other=0)
+                sums = _fp8_step(sums, codes, scale, taken, exponent, INPUT)
+    _store_sums(out, sums, rows, outputs, outs, weight_row)
 
 
 @chained
@@ -317,16 +387,48 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     # _few needs tiles of outputs that lie in one block row of scales.
     if tiled or (kind == "fp8" and groups > 1 and outputs % BLOCK):
         return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
-    tile, parts, part, stages = few_shape(kind, given, rows, outputs, inner, groups, multiprocessors(x.device))
-    fitting = 8 if rows <= 8 else 16
-    _few[(triton.cdiv(outputs, tile), groups)](
+    fitting, processors = 8 if rows <= 8 else 16, multiprocessors(x.device)
+    shape = {"INPUT": given, "GIVEN": 1 if rows == 1 else fitting, "ROWS": fitting}
+    operands = (
         x, x if scales is None else scales, codes, weight_scales, out,
         rows, outputs, inner, x.stride(0), x.stride(1) if groups > 1 else 0,
-        0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0), fetched_bytes(codes),
-        KIND=kind, INPUT=given, GIVEN=1 if rows == 1 else fitting, ROWS=fitting, OUT=tile, PARTS=parts, PART=part,
-        num_warps=parts, num_stages=stages,
+        0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0),
+    )  # fmt: skip
+    if kind == "fp8" and (held := held_shape(given, rows, outputs, inner, groups, processors)) is not None:
+        tile, parts, part, ahead, warps = held
+        steps = triton.cdiv(inner, parts * part)
+        _held[(triton.cdiv(outputs, tile), groups)](
+            *operands, **shape, OUT=tile, PARTS=parts, PART=part, STEPS=steps, AHEAD=min(ahead, steps), num_warps=warps
+        )
+        return out
+    tile, parts, part, stages = few_shape(kind, given, rows, outputs, inner, groups, processors)
+    _few[(triton.cdiv(outputs, tile), groups)](
+        *operands, fetched_bytes(codes), **shape,
+        KIND=kind, OUT=tile, PARTS=parts, PART=part, num_warps=parts, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def held_shape(
+    given: str, rows: int, outputs: int, inner: int, groups: int, processors: int
+) -> tuple[int, int, int, int, int] | None:
+    """Outputs and parts of a program of ``_held``, columns of a part, steps of x ahead, warps; None: ``_few`` it is.
+
+    The best of a few on an H200, as in ``few_shape``.
+    """
+    if rows > 8 or given == "plain" or (given == "codes" and inner >= 4096):
+        return None
+    if inner >= 4096:
+        shape = 16, 8, 128, 8, 8
+    elif rows == 1:
+        shape = 16, 8, 128, 8, 4
+    elif given == "codes" and inner >= 1024:
+        shape = 16, 4, 256, 1, 4
+    elif given == "codes" or triton.cdiv(outputs, 32) * groups >= 3 * processors // 2:
+        shape = 32, 4, 128, 1, 4
+    else:
+        shape = 16, 8, 128, 1, 4
+    return shape if shape[0] * inner <= HELD_BYTES * 32 * shape[4] else None
 
 
 def few_shape(

@@ -109,16 +109,16 @@ def choose(
         added = tl.where(tl.load(image_rows + row) != 0, of_image, added)
     key = score + added
     bits = tl.where(key != key, float("inf"), key).to(tl.int32, bitcast=True)
-    # 32-bit integers in the order of the keys: a warp finds their maximum in one instruction.
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    nothing = tl.full((BLOCK,), -2147483648, tl.int32)
+    # Integers in the order of the keys, equal keys in falling order of the experts: one maximum finds the next.
+    order = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (BLOCK - 1 - expert)
+    nothing = tl.full((BLOCK,), -9223372036854775808, tl.int64)
     order = tl.where(exists, order, nothing)
     slot = tl.arange(0, TOP_BLOCK)
     experts_chosen = tl.zeros((TOP_BLOCK,), tl.int32)
     for turn in tl.static_range(TOP):
-        best = tl.min(tl.where(order == tl.max(order, 0), expert, BLOCK), 0)
-        order = tl.where(expert == best, nothing, order)
-        experts_chosen = tl.where(slot == turn, best, experts_chosen)
+        best = tl.max(order, 0)
+        order = tl.where(order == best, nothing, order)
+        experts_chosen = tl.where(slot == turn, BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32), experts_chosen)
     mine = (expert[:, None] == experts_chosen[None, :]) & (slot < TOP)[None, :]
     scores_chosen = tl.sum(tl.where(mine, score[:, None], 0.0), 0)
     total = tl.sum(scores_chosen, 0) + weight_floor
