@@ -236,7 +236,7 @@ def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
     filled = pooled[1] > 0
     observed, expected = pooled[0][filled], pooled[1][filled]
     statistic = ((observed - expected).square() / expected).sum()
-    freedom = torch.tensor((observed.numel() - 1) / 2.0, dtype=torch.float64)
+    freedom = torch.tensor((observed.numel() - 1) / 2.0, dtype=torch.float64, device=observed.device)
     return 1.0 if freedom == 0 else float(torch.special.gammaincc(freedom, statistic / 2))
 
 
