@@ -60,8 +60,8 @@ def test_it_writes_words_and_its_drafts_are_accepted(llm: LLM) -> None:
     words = [word for output in outputs for word in re.findall(r"[a-z]+", output.text.lower())]
     assert len(words) > 100 and sum(word in COMMON for word in words) / len(words) > 0.5
     drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)
-    # 1.49 drafts a step on held-out prompts; random drafts are accepted once in a thousand.
-    assert accepted / (drafted / 5) > 0.8
+    # 2.44 drafts a step on held-out prompts; random drafts are accepted once in a thousand.
+    assert accepted / (drafted / 5) > 1.2
     assert llm.runner.cycle.specialized == llm.runner.cycle.steps > 0
 
 
