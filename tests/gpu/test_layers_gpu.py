@@ -1,5 +1,8 @@
 """Layers one at a time on a GPU, each fed what entered it in the CPU reference, so that nothing adds up."""
 
+import importlib
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,18 @@ from torch import Tensor, nn
 from model_driver import Batch
 from model_helpers import prompt, token_map
 from quickseek.checkpoint.miniature import write_miniature
+from quickseek.config import ModelConfig
 from quickseek.model.causal_lm import CausalLM, load_model
 from quickseek.model.layer import Layer
 from quickseek.numerics import Numerics
+from quickseek.ops.linear import Fp8Weight
+from quickseek.parallel.world import SoloWorld
 
 pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+step = importlib.import_module("step")
 
 LENGTH = 180
 MEDIAN, MOST = 0.01, 0.03
@@ -24,7 +34,7 @@ MEDIAN, MOST = 0.01, 0.03
 class Recorded:
     """What entered and left every layer and every injection of one prompt on the CPU."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, length: int) -> None:
         self.entered: dict[str, tuple[Any, ...]] = {}
         self.left: dict[str, Any] = {}
         self.lists: dict[str, tuple[Tensor | None, Tensor | None]] = {}
@@ -32,7 +42,7 @@ class Recorded:
         for name, module in modules(model).items():
             hooks.append(module.register_forward_pre_hook(self.enter(name), with_kwargs=True))
             hooks.append(module.register_forward_hook(self.leave(name)))
-        Batch(model).run(prompt(LENGTH))
+        Batch(model).run(prompt(length) % model.config.vocab_size)
         for hook in hooks:
             hook.remove()
 
@@ -74,6 +84,32 @@ def assert_rows(actual: Tensor, expected: Tensor, what: str) -> None:
     assert median <= MEDIAN and most <= MOST, what
 
 
+def assert_layers(gpu: CausalLM, cpu: CausalLM, length: int) -> list[str]:
+    """Every layer and injection of one model gives what it gives of the other; returns their names."""
+    recorded = Recorded(cpu, length)
+    batch = Batch(gpu)
+    context = batch.state.context(batch.slots, [length])
+    shared = gpu.backbone.share(context, torch.zeros(length, dtype=torch.bool, device=batch.device))
+    names = []
+    for name, module in modules(gpu).items():
+        names.append(name)
+        args, options = recorded.entered[name]
+        if name.endswith("engram"):
+            found = module(*(arg.to(batch.device) for arg in args))
+            assert_rows(found, recorded.left[name], name)
+            continue
+        lists, candidates = recorded.lists[name]
+        shared.lists = None if lists is None else lists.to(batch.device)
+        shared.candidates = None if candidates is None else candidates.to(batch.device)
+        streams, pre = module(args[0].to(batch.device), args[1].to(batch.device), shared, context, **options)
+        expected, expected_pre = recorded.left[name]
+        assert_rows(streams, expected, name)
+        assert_rows(pre, expected_pre, f"{name} pre-mix")
+        with pytest.raises(AssertionError):
+            assert_rows(args[0], expected, f"{name} left out")
+    return names
+
+
 @pytest.mark.parametrize("config", ["tiny", "tiny-tp", "mid"])
 @torch.inference_mode()
 def test_every_layer_gives_the_streams_of_the_reference(config: str, tmp_path: Path) -> None:
@@ -81,22 +117,51 @@ def test_every_layer_gives_the_streams_of_the_reference(config: str, tmp_path: P
     gpu, cpu = (load_model(tmp_path / "checkpoint", Numerics.trained(), device=device)[0] for device in ("cuda", "cpu"))
     for model in (gpu, cpu):
         model.set_token_map(token_map(written))
-    recorded = Recorded(cpu)
-    batch = Batch(gpu)
-    context = batch.state.context(batch.slots, [LENGTH])
-    shared = gpu.backbone.share(context, torch.zeros(LENGTH, dtype=torch.bool, device="cuda"))
-    for name, module in modules(gpu).items():
-        args, options = recorded.entered[name]
-        if name.endswith("engram"):
-            found = module(*(arg.cuda() for arg in args))
-            assert_rows(found, recorded.left[name], name)
-            continue
-        lists, candidates = recorded.lists[name]
-        shared.lists = None if lists is None else lists.cuda()
-        shared.candidates = None if candidates is None else candidates.cuda()
-        streams, pre = module(args[0].cuda(), args[1].cuda(), shared, context, **options)
-        expected, expected_pre = recorded.left[name]
-        assert_rows(streams, expected, name)
-        assert_rows(pre, expected_pre, f"{name} pre-mix")
-        with pytest.raises(AssertionError):
-            assert_rows(args[0], expected, f"{name} left out")
+    assert_layers(gpu, cpu, LENGTH)
+
+
+def released_kinds() -> ModelConfig:
+    """Layers of each kind in the released sizes, with 48 of the 384 experts: windows, Engram, Full, Reuse, Reindex."""
+    released = ModelConfig.from_file(ROOT / "tests/golden/released_config.json")
+    return replace(
+        released,
+        num_hidden_layers=7,
+        compress_ratios=(0, 0, 2, 2, 1, 1, 1),
+        kv_source_layer_ids=(2, 4),
+        index_source_layer_ids=(2, 4, 6),
+        candidate_source_layer_id=4,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=released.engram_num_embeddings[:1],
+        num_nextn_predict_layers=0,
+        n_routed_experts=48,
+    )
+
+
+def on_cpu(model: CausalLM) -> CausalLM:
+    """The same weights on a CPU."""
+    with torch.device("meta"):
+        copy = CausalLM(model.config, model.numerics, world=SoloWorld(torch.device("cpu")))
+    copy.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()}, assign=True)
+    copy.backbone.finalize_mhc_broadcast_weights()
+    for there, here in zip(copy.backbone.layers, model.backbone.layers, strict=True):
+        assert isinstance(there, Layer) and isinstance(here, Layer)
+        if there.engram is not None and here.engram is not None:
+            table = here.engram.table
+            assert isinstance(table, Fp8Weight)
+            there.engram.table = Fp8Weight(table.codes.cpu(), table.scales.cpu())
+    return copy.eval()
+
+
+def assert_released_layers(config: ModelConfig, device: torch.device, table_rows: int, length: int) -> list[str]:
+    gpu = step.synthetic(config, SoloWorld(device), table_rows)
+    cpu = on_cpu(gpu)
+    for model in (gpu, cpu):
+        model.set_token_map(torch.arange(config.vocab_size) % config.engram_compressed_vocab_size)
+        model.backbone.hashes = step.Hashed(model.backbone.hashes, table_rows)  # type: ignore[assignment]
+    return assert_layers(gpu, cpu, length)
+
+
+@torch.inference_mode()
+def test_a_layer_of_each_kind_in_the_released_sizes() -> None:
+    names = assert_released_layers(released_kinds(), torch.device("cuda", 0), 1 << 16, 20)
+    assert len(names) == 8
