@@ -32,7 +32,7 @@ def valid(text: str) -> bool:
 def answers(drafts: int, count: int, **options: object) -> list[str]:
     tokenizer = micro_tokenizer()
     think = tokenizer.control_token_id(dsml.THINK_START)
-    runner = make_runner(drafts=drafts, max_num_seqs=8, snapshots=0, max_model_len=LONG, **options)
+    runner = make_runner(drafts=drafts, max_num_seqs=min(count, 50), snapshots=0, max_model_len=LONG, **options)
     finished = {}
     order = []
     for seed in range(count):
@@ -63,7 +63,7 @@ def answers(drafts: int, count: int, **options: object) -> list[str]:
     "options", [{}, {"sampled_drafts": True}, {"confidence": 0.4}], ids=["greedy drafts", "sampled", "confidence"]
 )
 def test_a_hundred_answers_follow_their_schema_with_drafts_and_thinking(options: dict[str, object]) -> None:
-    count = 100 if not options else 20
+    count = 100 if not options else 12
     texts = answers(5, count, **options)
     assert all(valid(text) for text in texts)
     assert len({json.dumps(json.loads(text)) for text in texts}) > 5, "all answers are alike: this shows nothing"
