@@ -46,7 +46,7 @@ CONFIGS = {
         engram_num_embeddings=(),
     ),
 }
-EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+EXAMPLES = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 def run_chunks(driver: Driver, ids: Tensor, chunks: list[int]) -> tuple[Tensor, Selections, dict[str, Tensor]]:

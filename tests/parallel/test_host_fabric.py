@@ -1,17 +1,20 @@
 """Shared host memory: what one rank stores through the pointer table, its peers find."""
 
 import ctypes
+import tempfile
 from pathlib import Path
 
 import torch
 
 from quickseek.errors import WorldError
-from quickseek.parallel.host_fabric import SHARED_MEMORY, HostFabric
+from quickseek.parallel import host_fabric
+from quickseek.parallel.host_fabric import HostFabric
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import World
 
 
-def store_everywhere(world: World) -> tuple[list[int], list[int], bool]:
+def store_everywhere(world: World, folder: str) -> tuple[list[int], list[int], bool]:
+    host_fabric.SHARED_MEMORY = Path(folder)
     fabric = HostFabric(world)
     box, other = fabric.allocate([world.size, 4], torch.int16), fabric.allocate([5], torch.int32)
     for peer, address in enumerate(box.peer_pointers.tolist()):
@@ -52,11 +55,13 @@ def unmappable(world: World) -> str:
 
 
 def test_a_store_through_the_pointer_table_reaches_each_peer():
-    before = set(SHARED_MEMORY.glob("quickseek-*")) if SHARED_MEMORY.is_dir() else set()
-    for rank, (column, untouched, own) in enumerate(spawn(store_everywhere, 3)):
-        assert column == [rank, 100 + rank, 200 + rank]
-        assert untouched == [0] * 5 and own
-    assert (set(SHARED_MEMORY.glob("quickseek-*")) if SHARED_MEMORY.is_dir() else set()) <= before
+    memory = host_fabric.SHARED_MEMORY
+    # A folder of its own: other tests, at the same time, make files beside it.
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        for rank, (column, untouched, own) in enumerate(spawn(store_everywhere, 3, folder)):
+            assert column == [rank, 100 + rank, 200 + rank]
+            assert untouched == [0] * 5 and own
+        assert not list(Path(folder).iterdir())
     assert not Path("/nowhere").exists()
 
 
