@@ -29,6 +29,7 @@ from full_size_layers import CONFIG, FP4_SCALES, FP8_SCALES
 from ops import plain_read_us
 from quickseek.config import DecodeConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
+from quickseek.decode.gates import PATHS
 from quickseek.engine.cycle import Cycle, Needs
 from quickseek.engine.graphs import CudaGraphs
 from quickseek.engine.pools import Pools
@@ -40,6 +41,7 @@ from quickseek.numerics import Numerics
 from quickseek.ops.linear import Fp8Weight
 from quickseek.parallel.fabric import LoopbackFabric
 from quickseek.parallel.world import SoloWorld, World
+from timeline import Bar, middle, picture
 
 READ_BYTES = 1 << 30
 NEEDS_PEERS = "replicated_embedding"
@@ -202,8 +204,8 @@ def graph_us(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 
 
 @torch.inference_mode()
-def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) -> dict[str, Any]:
-    """One step of V and, beside it, of D."""
+def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) -> tuple[dict[str, Any], list[Bar]]:
+    """One step of V and, beside it, of D; and the kernels of V."""
     config, device = model.config, model.world.device
     pools = Pools(
         config, model.numerics, num_slots=batch + 1, num_blocks=1 + batch * (context // 64 + 2), block_tokens=64,
@@ -229,7 +231,7 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
     graph, step = graphs._captured(lambda: cycle.verify(graphs._slots, pools.reach, rows - 1))
     assert bool(step.logits.isfinite().all()), "the logits are not finite"
     times = graph_us(graph, replays)
-    nodes = launches_of(graph)
+    bars = launches_of(graph)
     cycle.drafts = 0
     needs = Needs(sampled=False, penalties=False, bias=False, min_tokens=False, masks=False, logprobs=None)
     decide, _ = graphs._captured(lambda: cycle.decide(step, needs))
@@ -245,17 +247,30 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
         "bytes": size,
         "read_tb_s": round(rate / 1e6, 2),
         "experts": sum(experts),
-        "launches": nodes,
+        "launches": len(bars),
         "decide_us": round(graph_us(decide, replays)[replays // 2], 1),
-    }
+    }, bars
 
 
-def launches_of(graph: torch.cuda.CUDAGraph) -> int:
+def launches_of(graph: torch.cuda.CUDAGraph) -> list[Bar]:
     """Kernels and copies of one replay."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()
-    return sum(str(event.device_type).endswith("CUDA") for event in profile.events())
+    events = [event for event in profile.events() if str(event.device_type).endswith("CUDA")]
+    return [Bar(event.name, event.time_range.start, event.time_range.end) for event in events]
+
+
+def shares(bars: list[Bar]) -> dict[str, tuple[int, float]]:
+    """By kernel: how many there are, and the microseconds from the end of what was before to their own ends."""
+    found: dict[str, tuple[int, float]] = {}
+    ordered = sorted(bars, key=lambda bar: bar.start)
+    end = ordered[0].start
+    for bar in ordered:
+        count, total = found.get(bar.name, (0, 0.0))
+        found[bar.name] = count + 1, total + max(bar.end - end, 0.0)
+        end = max(end, bar.end)
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
 def main() -> None:
@@ -270,6 +285,9 @@ def main() -> None:
     parser.add_argument(
         "--off", help=f"paths of the specialized decode to leave out (default with several ranks: {NEEDS_PEERS})"
     )
+    parser.add_argument("--ablation", action="store_true", help="the specialized path without each of its paths too")
+    parser.add_argument("--kernels", action="store_true", help="print what each kernel takes of a step")
+    parser.add_argument("--timeline", type=Path, help="folder for a picture of a layer of each step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda", 0)
@@ -283,18 +301,29 @@ def main() -> None:
         "context": args.context, "peers": "none", "torch": torch.__version__, "triton": triton.__version__,
         "replays": args.replays, "weights_gb": round(sum(p.nbytes for p in model.parameters()) / 1e9, 1),
     }  # fmt: skip
-    for path in args.paths.split(","):
+    without = (NEEDS_PEERS if args.ranks > 1 else "") if args.off is None else args.off
+    usual = tuple(name for name in without.split(",") if name)
+    runs = [(path, usual) for path in args.paths.split(",")]
+    if args.ablation:
+        runs += [("specialized", (*usual, path)) for path in PATHS if path not in usual]
+    for path, off in runs:
+        model.backbone.executor = None
         if path == "specialized":
-            without = (NEEDS_PEERS if args.ranks > 1 else "") if args.off is None else args.off
-            off = tuple(name for name in without.split(",") if name)
-            executor = SpecializedDecode(
+            model.backbone.executor = SpecializedDecode(
                 model.backbone, DecodeConfig(off=off), model.head, fabric=LoopbackFabric(args.ranks, device)
             )
-            model.backbone.executor = executor
         for step in args.steps.split(","):
             batch, rows = (int(part) for part in step.split("x"))
-            line = {"path": path, "step": step, **measure(model, batch, rows, args.context, args.replays)}
+            line, bars = measure(model, batch, rows, args.context, args.replays)
+            line = {"path": path, "off": off if path == "specialized" else (), "step": step, **line}
             print(json.dumps(line), flush=True)
+            if args.kernels:
+                for name, (count, total) in shares(bars).items():
+                    print(f"    {name[:60]:60} {count:4} {total:9.1f} us")
+            if args.timeline is not None:
+                title = f"{path}, {step}: kernels of about one layer of {args.layers}, {line['us']} us a step"
+                drawn = picture(middle(bars, args.layers), title)
+                (args.timeline / f"step_{path}_{step}.svg").write_text(drawn, encoding="utf-8")
             if args.out is not None:
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line | conditions) + "\n")
