@@ -47,7 +47,7 @@ class PrefillBatch:
         return cls(
             slots=there["slots"],
             ids=there["ids"],
-            rows=replace(rows, **{name: there[name] for name in described}),
+            rows=replace(rows, **{name: there[name] for name in described}),  # type: ignore[arg-type]
             lookback=there["lookback"],
             last=there["last"],
             oldest=there.get("oldest"),

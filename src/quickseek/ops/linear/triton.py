@@ -116,10 +116,10 @@ def _store_sums(out, sums, rows, outputs, outs, weight_row):
 def _held(
     x, x_scales, weight, weight_scales, out,
     rows, outputs, inner, x_stride, x_group, x_scales_stride, weight_stride, scales_stride,
-    INPUT: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    KIND: tl.constexpr, INPUT: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """``_few`` for an FP8 weight of at most STEPS steps: a program has all of its part in registers before it waits.
+    """``_few`` for an FP8 or BF16 weight of STEPS steps: a program has all of its part in registers before it waits.
 
     The rows of AHEAD steps are loaded ahead of the products.
     """
@@ -137,8 +137,9 @@ def _held(
     for step in tl.static_range(STEPS):
         k = (step * PARTS + part)[:, :, None] * PART + tl.arange(0, PART)[None, None, :]
         blocks = (step * PARTS + part) * GROUPS + tl.arange(0, GROUPS)[None, :]
-        codes = codes + (tl.load(place + k, mask=here[None, :, None] & (k < inner), other=0),)  # noqa: RUF005
-        scales = scales + (tl.load(block_row + blocks, mask=blocks * 32 < inner, other=0),)  # noqa: RUF005
+        codes += (tl.load(place + k, mask=here[None, :, None] & (k < inner), other=0),)  # type: ignore[assignment]
+        if KIND == "fp8":
+            scales += (tl.load(block_row + blocks, mask=blocks * 32 < inner, other=0).to(tl.int32)[:, None, :],)  # type: ignore[assignment]
     begin()
     x_rows = x + group.to(tl.int64) * x_group + row.to(tl.int64)[None, :, None] * x_stride
     sums = tl.zeros((PARTS, OUT, ROWS), tl.float32)
@@ -147,17 +148,22 @@ def _held(
     for turn in tl.static_range(STEPS + AHEAD):
         if turn < STEPS:
             k = (turn * PARTS + part)[:, :, None] * PART + tl.arange(0, PART)[None, None, :]
-            taken = taken + (tl.load(x_rows + k, mask=there[None, :, None] & (k < inner), other=0),)  # noqa: RUF005
+            taken += (tl.load(x_rows + k, mask=there[None, :, None] & (k < inner), other=0),)  # type: ignore[assignment]
             if INPUT == "codes":
                 blocks = ((turn * PARTS + part) * GROUPS + tl.arange(0, GROUPS)[None, :])[:, None, :]
                 of_rows = x_scales + row[None, :, None] * x_scales_stride + blocks
                 loaded = tl.load(of_rows, mask=there[None, :, None] & (blocks * 32 < inner), other=0)
-                exponents = exponents + (loaded.to(tl.int32),)  # noqa: RUF005
+                exponents += (loaded.to(tl.int32),)  # type: ignore[assignment]
             else:
-                exponents = exponents + (0,)  # noqa: RUF005
+                exponents += (0,)  # type: ignore[assignment]
         if turn >= AHEAD:
-            scale = scales[turn - AHEAD].to(tl.int32)[:, None, :]
-            sums = _fp8_step(sums, codes[turn - AHEAD], scale, taken[turn - AHEAD], exponents[turn - AHEAD], INPUT)
+            if KIND == "fp8":
+                sums = _fp8_step(
+                    sums, codes[turn - AHEAD], scales[turn - AHEAD], taken[turn - AHEAD], exponents[turn - AHEAD], INPUT
+                )
+            else:
+                values = tl.broadcast_to(taken[turn - AHEAD], (PARTS, ROWS, PART))
+                sums = tl.dot(codes[turn - AHEAD], tl.permute(values, (0, 2, 1)), sums)
     _store_sums(out, sums, rows, outputs, outs, weight_row)
 
 
@@ -388,13 +394,13 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     if tiled or (kind == "fp8" and groups > 1 and outputs % BLOCK):
         return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
     fitting, processors = 8 if rows <= 8 else 16, multiprocessors(x.device)
-    shape = {"INPUT": given, "GIVEN": 1 if rows == 1 else fitting, "ROWS": fitting}
+    shape = {"KIND": kind, "INPUT": given, "GIVEN": 1 if rows == 1 else fitting, "ROWS": fitting}
     operands = (
         x, x if scales is None else scales, codes, weight_scales, out,
         rows, outputs, inner, x.stride(0), x.stride(1) if groups > 1 else 0,
         0 if scales is None else scales.stride(0), codes.stride(0), weight_scales.stride(0),
     )  # fmt: skip
-    if kind == "fp8" and (held := held_shape(given, rows, outputs, inner, groups, processors)) is not None:
+    if (held := held_shape(kind, given, rows, outputs, inner, groups, processors)) is not None:
         tile, parts, part, ahead, warps = held
         steps = triton.cdiv(inner, parts * part)
         _held[(triton.cdiv(outputs, tile), groups)](
@@ -404,19 +410,21 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     tile, parts, part, stages = few_shape(kind, given, rows, outputs, inner, groups, processors)
     _few[(triton.cdiv(outputs, tile), groups)](
         *operands, fetched_bytes(codes), **shape,
-        KIND=kind, OUT=tile, PARTS=parts, PART=part, num_warps=parts, num_stages=stages,
+        OUT=tile, PARTS=parts, PART=part, num_warps=parts, num_stages=stages,
     )  # fmt: skip
     return out
 
 
 def held_shape(
-    given: str, rows: int, outputs: int, inner: int, groups: int, processors: int
+    kind: str, given: str, rows: int, outputs: int, inner: int, groups: int, processors: int
 ) -> tuple[int, int, int, int, int] | None:
     """Outputs and parts of a program of ``_held``, columns of a part, steps of x ahead, warps; None: ``_few`` it is.
 
     The best of a few on an H200, as in ``few_shape``.
     """
-    if rows > 8 or given == "plain" or (given == "codes" and inner >= 4096):
+    if kind == "bf16" and rows <= 8 and inner <= 256:
+        return 32, 4, 64, 1, 4
+    if kind != "fp8" or rows > 8 or given == "plain" or (given == "codes" and inner >= 4096):
         return None
     if inner >= 4096:
         shape = 16, 8, 128, 8, 8

@@ -40,8 +40,8 @@ FEW_SLOTS = 512
 """Up to so many (row, expert) pairs each pair has a tile of its own; above, experts have them."""
 TILE_ROWS = ((2, 8), (10, 16))
 """Rows of a tile by the mean rows of an expert: 8 up to 2, 16 up to 10, beyond 64."""
-GATE_UP_FEW = {8: (32, 4, 3), 16: (32, 4, 3)}
-"""By the rows of a tile: pairs of outputs and warps of a program, stages. An SM holds two programs of either."""
+GATE_UP_FEW = {8: (32, 64, 4, 3), 16: (32, 64, 4, 3)}
+"""By the rows of a tile: pairs of outputs of a program, packed bytes of a warp at a time, warps, stages."""
 DOWN_ONE, DOWN = (64, 128, 4, 2), (128, 64, 4, 3)
 """Outputs of a program, packed bytes of a step, warps, stages: for the tiles of a row or two, and for more."""
 MOST_FETCHED_ITEMS = 16
@@ -501,9 +501,9 @@ def routed_experts(
     )  # fmt: skip
     operands = (quantized, tokens, tiles, w13.codes, w13.scales, between, hidden // 2, hidden // BLOCK, inner, limit)
     if tile_rows <= 16:
-        pairs, warps, stages = GATE_UP_FEW[tile_rows]
+        pairs, bytes_, warps, stages = GATE_UP_FEW[tile_rows]
         gate_up_few[(triton.cdiv(inner, pairs), items)](
-            *operands, PAIRS=pairs, ROWS=tile_rows, BYTES=64, SLICES=warps, num_warps=warps, num_stages=stages
+            *operands, PAIRS=pairs, ROWS=tile_rows, BYTES=bytes_, SLICES=warps, num_warps=warps, num_stages=stages
         )
     else:
         gate_up_many[(triton.cdiv(inner, 64), items)](
