@@ -41,6 +41,15 @@ def read_at_once(source, target):  # type: ignore[no-untyped-def]
 
 @chained
 @triton.jit
+def read_ahead(source, target):  # type: ignore[no-untyped-def]
+    """target[i] = source[0] + 1 for program i, read before what is before, past the L1 cache."""
+    value = tl.load(source, cache_modifier=".cg")
+    begin()
+    tl.store(target + tl.program_id(0), value + 1)
+
+
+@chained
+@triton.jit
 def late_answer(target, turns, count):  # type: ignore[no-untyped-def]
     """Let the next kernel start, and write sevens after ``turns`` dependent additions."""
     begin()

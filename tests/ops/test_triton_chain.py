@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from interpreted_kernels import add_one, late_answer, read_at_once
+from interpreted_kernels import add_one, late_answer, read_ahead, read_at_once
 from quickseek.ops.triton_chain import MOST_FETCHED, chained, fetched_bytes
 
 COUNT = 1 << 16
@@ -62,3 +62,38 @@ def test_a_slow_predecessor_is_waited_for() -> None:
                 early += int((out == 1).sum())
     # The control starts before its predecessor has written: kernels do overlap, and one that does not wait is wrong.
     assert early
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_before_the_last_wrote_may_be_read_ahead() -> None:
+    device = torch.device("cuda")
+    programs, times = 1024, 40
+    slow, zeros, other = (torch.zeros(1024, dtype=torch.int32, device=device) for _ in range(3))
+    out = torch.zeros(times, 3, programs, dtype=torch.int32, device=device)
+
+    def run(turns: int) -> None:
+        for one, two, early in out:
+            # The same memory is read, written and read again, so that caches hold what it was.
+            add_one[(1,)](zeros, slow)
+            add_one[(1,)](zeros, other)
+            read_ahead[(programs,)](slow, one)
+            late_answer[(1,)](slow, turns, 1024)
+            add_one[(1,)](zeros, other)
+            read_ahead[(programs,)](slow, two)
+            add_one[(1,)](zeros, slow)
+            late_answer[(1,)](slow, turns, 1024)
+            read_ahead[(programs,)](slow, early)
+
+    # Compiled before it is captured.
+    run(16)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(20_000)
+    for repeat in (lambda: run(20_000), graph.replay):
+        out.zero_()
+        repeat()
+        torch.cuda.synchronize()
+        assert (out[:, 0] == 2).all() and (out[:, 1] == 8).all()
+        # The control: with no kernel between, what is read ahead is what was there before.
+        assert (out[:, 2] == 2).any()

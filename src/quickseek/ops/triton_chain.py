@@ -1,9 +1,15 @@
 """Chains of Triton kernels: each is launched while the one before still runs (spec/fetch_first.md).
 
-A ``chained`` kernel starts with ``begin``: it waits until everything before it is done and visible, and only then lets
-the next kernel start. So what a kernel reads before its own ``begin`` may not be written by the kernel before it, but
-may by any earlier one, and nothing is ever written before it. In a stream or graph with other kernels between, these
-neither start early nor let others: the chain is only broken there.
+A ``chained`` kernel calls ``begin``, every program of it before it returns: it waits until everything before it is
+done and visible, and only then lets the next kernel start. Nothing is ever written before it. What may be read before
+it depends on the kernel before:
+
+* whatever that is, not what it writes: a weight that PyTorch makes right before the call may be read too early;
+* behind a ``chained`` kernel, what any earlier one wrote, but not by way of the L1 cache (``cache_modifier=".cg"``),
+  which may keep older bytes until the wait;
+* behind a kernel in CuTe DSL, which lets the next one start before it has waited itself, weights and tables alone.
+
+Other kernels and copies neither start early nor let others: the chain is only broken there.
 """
 
 from collections.abc import Callable

@@ -213,6 +213,9 @@ def coefficients(
     expect_dtype("streams", streams, torch.bfloat16)
     for name, value in (("fn", fn), ("scale", scale), ("base", base)):
         expect_dtype(name, value, torch.float32)
+        # A copy made here would be read before it is whole: they are read before the wait.
+        if not value.is_contiguous():
+            raise ValueError(f"{name} has strides {value.stride()}: expected it contiguous")
     if n != _COPIES:
         raise NotImplementedError(f"mHC coefficients of {n} copies on a GPU: kernels exist for {_COPIES}")
     rows, channels = streams.shape[0], fn.shape[1]
@@ -225,12 +228,12 @@ def coefficients(
     splits = triton.cdiv(channels, length)
     parts = empty(rows, splits, 32)
     _project[(splits, triton.cdiv(rows, block_t))](
-        streams.contiguous(), fn.contiguous(), parts, rows, channels, length, splits, block_t, block_k, few,
+        streams.contiguous(), fn, parts, rows, channels, length, splits, block_t, block_k, few,
         num_warps=warps, num_stages=1 if few else 3,  # a short range is a single step
     )  # fmt: skip
     block = triton.next_power_of_2(splits)
     _mix[(rows,)](
-        parts, scale.contiguous(), base.contiguous(), mixes.pre, mixes.post, mixes.comb,
+        parts, scale, base, mixes.pre, mixes.post, mixes.comb,
         channels, splits, norm_eps, hc_eps, iterations, block,
         num_warps=1,
     )  # fmt: skip

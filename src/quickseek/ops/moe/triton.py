@@ -418,7 +418,8 @@ def down(
     ``tiles`` is older than the kernel before: ``ahead``, the tile's weights are asked for before the wait.
     """
     tile = tiles + tl.program_id(1) * 3
-    expert = tl.load(tile)
+    # Not from the L1 cache, which may hold the tiles of an earlier layer in the same memory until the wait.
+    expert = tl.load(tile, cache_modifier=".cg")
     output = tl.program_id(0) * LINES + tl.arange(0, LINES)
     line = tl.maximum(expert, 0).to(tl.int64) * outputs + tl.minimum(output, outputs - 1)
     early = (expert >= 0) & (ahead != 0)
