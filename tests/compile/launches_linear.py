@@ -21,7 +21,7 @@ def bf16(*shape: int) -> torch.Tensor:
 def launches() -> dict[str, Callable[[], object]]:
     fp4 = Fp4Weight(torch.empty(1152, 2560, dtype=torch.uint8), torch.empty(1152, 160, dtype=torch.uint8))
     calls: dict[str, Callable[[], object]] = {}
-    for rows in (6, 12, 48, 384):
+    for rows in (1, 6, 12, 48, 384):
         x, latent = bf16(rows, 5120), bf16(rows, 1280)
         codes = QuantizedRows(torch.empty(rows, 5120, dtype=torch.float8_e4m3fn), torch.empty(rows, 160).byte())
         calls |= {
@@ -31,6 +31,7 @@ def launches() -> dict[str, Callable[[], object]]:
             f"output groups, {rows}": lambda rows=rows: kernels.grouped_linear(bf16(rows, 2, 4096), fp8(2048, 4096)),
             f"router, {rows}": lambda x=x: kernels.linear_wide(x, bf16(384, 5120)),
             f"head, {rows}": lambda x=x: kernels.linear_wide(x, bf16(32320, 5120)),
+            f"Markov bias, {rows}": lambda rows=rows: kernels.linear_wide(bf16(rows, 256), bf16(32320, 256)),
             f"index keys, {rows}": lambda rows=rows: kernels.linear(bf16(rows, 512), bf16(128, 512)),
             f"FP4, {rows}": lambda x=x: kernels.linear(x, fp4),
             f"shared down, {rows}": lambda rows=rows: kernels.linear(bf16(rows, 576), fp8(5120, 576)),

@@ -19,7 +19,7 @@ BORDERS = [
     ([0], [1]), ([0], [3]), ([63], [1]), ([64], [2]), ([69], [2]), ([70], [1]), ([71], [1]), ([77], [1]), ([78], [2]),
     ([0, 200, 3], [4, 1, 2]),
 ]  # fmt: skip
-"""Starts and counts, with a window of 70, a ring of 78 and tiles of 64."""
+"""Starts and counts, with a window of 70, a ring of 78 and, for so few rows, tiles of 16 or 32."""
 
 
 def found(case: AttentionCase | BlockCase, device: torch.device) -> Tensor:
@@ -65,6 +65,21 @@ def test_however_a_row_is_split_it_gives_the_same(monkeypatch: pytest.MonkeyPatc
         assert_bits(found(case, device), out, "a repeated run")
     with pytest.raises(AssertionError):
         assert_op(out, replace(case, lists=case.lists[:, :64]).run(reference))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize(("tile", "warps"), [(tile, warps) for _, tile, warps in kernels.TILES])
+def test_tiles_of_every_size_give_the_references_outputs(
+    tile: int, warps: int, packed: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    case = AttentionCase.build([71, 0], [2, 3], listed=75, written=80, packed=packed)
+    block = BlockCase.build([77, 5], 5, packed=packed)
+    monkeypatch.setattr(kernels, "TILES", ((1 << 31, tile, warps),))
+    out = found(case, device)
+    assert_op(out, case.run(reference))
+    assert_op(found(block, device), block.run(reference))
+    with pytest.raises(AssertionError):
+        assert_op(out, replace(case, lists=case.lists[:, :-1]).run(reference))  # type: ignore[index]
 
 
 def test_a_plan_takes_all_tiles_and_no_more_programs_than_there_should_be() -> None:
