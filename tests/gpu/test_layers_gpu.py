@@ -29,6 +29,9 @@ step = importlib.import_module("step")
 LENGTH = 180
 MEDIAN, MOST = 0.01, 0.03
 """Relative error of a row of streams: in the median, and of nine rows in ten (a route or a selection may differ)."""
+RELEASED_MEDIAN, RELEASED_MOST = 0.04, 0.08
+"""The same of random weights in the released sizes. There one unit in the last place of every fiftieth value that enters
+the first layer moves what leaves it by 0.06 in the median on the same CPU."""
 
 
 class Recorded:
@@ -77,14 +80,14 @@ def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
     return (actual.cpu().double().flatten(1) - wide).norm(dim=1) / wide.norm(dim=1)
 
 
-def assert_rows(actual: Tensor, expected: Tensor, what: str) -> None:
+def assert_rows(actual: Tensor, expected: Tensor, what: str, bounds: tuple[float, float] = (MEDIAN, MOST)) -> None:
     errors = row_errors(actual, expected)
     median, most = float(errors.quantile(0.5)), float(errors.quantile(0.9))
     print(f"{what}: relative error of a row {median:.4f} in the median, {most:.4f} for nine in ten")
-    assert median <= MEDIAN and most <= MOST, what
+    assert median <= bounds[0] and most <= bounds[1], what
 
 
-def assert_layers(gpu: CausalLM, cpu: CausalLM, length: int) -> list[str]:
+def assert_layers(gpu: CausalLM, cpu: CausalLM, length: int, bounds: tuple[float, float] = (MEDIAN, MOST)) -> list[str]:
     """Every layer and injection of one model gives what it gives of the other; returns their names."""
     recorded = Recorded(cpu, length)
     batch = Batch(gpu)
@@ -96,17 +99,17 @@ def assert_layers(gpu: CausalLM, cpu: CausalLM, length: int) -> list[str]:
         args, options = recorded.entered[name]
         if name.endswith("engram"):
             found = module(*(arg.to(batch.device) for arg in args))
-            assert_rows(found, recorded.left[name], name)
+            assert_rows(found, recorded.left[name], name, bounds)
             continue
         lists, candidates = recorded.lists[name]
         shared.lists = None if lists is None else lists.to(batch.device)
         shared.candidates = None if candidates is None else candidates.to(batch.device)
         streams, pre = module(args[0].to(batch.device), args[1].to(batch.device), shared, context, **options)
         expected, expected_pre = recorded.left[name]
-        assert_rows(streams, expected, name)
-        assert_rows(pre, expected_pre, f"{name} pre-mix")
+        assert_rows(streams, expected, name, bounds)
+        assert_rows(pre, expected_pre, f"{name} pre-mix", bounds)
         with pytest.raises(AssertionError):
-            assert_rows(args[0], expected, f"{name} left out")
+            assert_rows(args[0], expected, f"{name} left out", bounds)
     return names
 
 
@@ -158,7 +161,7 @@ def assert_released_layers(config: ModelConfig, device: torch.device, table_rows
     for model in (gpu, cpu):
         model.set_token_map(torch.arange(config.vocab_size) % config.engram_compressed_vocab_size)
         model.backbone.hashes = step.Hashed(model.backbone.hashes, table_rows)  # type: ignore[assignment]
-    return assert_layers(gpu, cpu, length)
+    return assert_layers(gpu, cpu, length, (RELEASED_MEDIAN, RELEASED_MOST))
 
 
 @torch.inference_mode()
