@@ -30,8 +30,8 @@ LENGTH = 180
 MEDIAN, MOST = 0.01, 0.03
 """Relative error of a row of streams: in the median, and of nine rows in ten (a route or a selection may differ)."""
 RELEASED_MEDIAN, RELEASED_MOST = 0.04, 0.08
-"""The same of random weights in the released sizes. There one unit in the last place of every fiftieth value that enters
-the first layer moves what leaves it by 0.06 in the median on the same CPU."""
+"""The same of random weights in the released sizes, where a unit in the last place of every fiftieth value that enters
+the first layer moves what leaves it by 0.06 in the median, all on one CPU."""
 
 
 class Recorded:
