@@ -1,12 +1,12 @@
 """Linear kernels on weights as stored: codes become 16-bit floats in registers, tensor cores multiply, sums are FP32.
 
 ``_few`` (up to 16 rows, one launch): a program has 16 or 32 outputs, each of its warps a part of K; it reads its
-weights once, and the activations, which it quantises itself. ``_held`` (up to 8 rows, FP8 weights of up to 10 MB) is
-``_few`` with all weights of a program in registers before it waits for its predecessor. ``_many`` (more rows, or
-quantised rows on FP4): tiles of outputs and rows; where they are too few for the GPU, K is split and the last program
-of a tile adds the parts in order. ``_prepare_rows`` runs before it (a second launch) where rows are to be quantised or
-parts to be counted. ``_plain`` (one launch): products with an FP32 side, without tensor cores. Bytes: the weight as
-stored, and rows in and out.
+weights once, and the activations, which it quantises itself. ``_held`` (up to 8 rows, where ``held_shape`` has a shape
+for the weight) is ``_few`` with all weights of a program in registers before it waits for its predecessor. ``_many``
+(more rows, or quantised rows on FP4): tiles of outputs and rows; where they are too few for the GPU, K is split and the
+last program of a tile adds the parts in order. ``_prepare_rows`` runs before it (a second launch) where rows are to be
+quantised or parts to be counted. ``_plain`` (one launch): products with an FP32 side, without tensor cores. Bytes: the
+weight as stored, and rows in and out.
 
 E8M0 scales multiply values before they are rounded to BF16, which is exact for scales within 2^100 of one; codes on
 both sides are multiplied in FP16, where they are exact, and scaled in FP32. ``_few`` asks for its weights before it
@@ -422,8 +422,10 @@ def held_shape(
 
     The best of a few on an H200, as in ``few_shape``.
     """
-    if kind == "bf16" and rows <= 8 and inner <= 256:
-        return 32, 4, 64, 1, 4
+    if kind == "bf16" and rows <= 8 and inner <= 512:
+        return (32, 4, 64, 1, 2) if inner <= 256 else (16, 4, 128, 1, 4)
+    if kind == "bf16" and rows == 1 and outputs <= 512 and inner <= 5120:
+        return 16, 16, 64, 8, 8
     if kind != "fp8" or rows > 8 or given == "plain" or (given == "codes" and inner >= 4096):
         return None
     if inner >= 4096:
