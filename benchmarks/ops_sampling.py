@@ -1,6 +1,7 @@
 """Choosing tokens over the released vocabulary from FP32 logits: greedy, sampled, drafted, with log-probabilities."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,58 +16,83 @@ MOST_SAMPLED = 48
 """The float64 distributions of more rows would not fit into many copies."""
 
 
-def _over_logits(rows: int, call: Callable[[Tensor], object]) -> Callable[[torch.device, int], Calls]:
+@dataclass(frozen=True)
+class Rows:
+    """Logits [T, V] and what requests ask for: temperature, top_p, top_k and min_p [T], seeds and positions."""
+
+    logits: Tensor
+    limits: tuple[Tensor, Tensor, Tensor, Tensor]
+    seeds: Tensor
+
+
+def _rows(logits: Tensor) -> Rows:
+    rows = logits.shape[0]
+    ones = torch.ones(rows, device=logits.device)
+    seeds = torch.arange(rows, device=logits.device)
+    return Rows(logits, (ones, 0.95 * ones, torch.full_like(seeds, 50), 0 * ones), seeds)
+
+
+def _over_rows(count: int, call: Callable[[Rows], object]) -> Callable[[torch.device, int], Calls]:
     def build(device: torch.device, copies: int) -> Calls:
-        logits = [3 * torch.randn(rows, VOCABULARY, device=device) for _ in range(copies)]
-        return [lambda one=one: call(one) for one in logits]  # type: ignore[misc]
+        held = [_rows(3 * torch.randn(count, VOCABULARY, device=device)) for _ in range(copies)]
+        return [lambda one=one: call(one) for one in held]  # type: ignore[misc]
 
     return build
 
 
-def _parameters(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ones = torch.ones(rows, device=device)
-    return ones, 0.95 * ones, torch.full((rows,), 50, device=device), 0 * ones
+def _sample(rows: Rows) -> object:
+    temperature, top_p, top_k, min_p = rows.limits
+    return sampling.sample(rows.logits, temperature, top_p, rows.seeds, rows.seeds, 0, top_k=top_k, min_p=min_p)
 
 
-def _sample(logits: Tensor) -> object:
-    rows = logits.shape[0]
-    temperature, top_p, top_k, min_p = _parameters(rows, logits.device)
-    seeds = torch.arange(rows, device=logits.device)
-    return sampling.sample(logits, temperature, top_p, seeds, seeds, 0, top_k=top_k, min_p=min_p)
-
-
-def _torch_sample(logits: Tensor) -> object:
-    chances = reference.probabilities(logits, *_parameters(logits.shape[0], logits.device))
+def _torch_sample(rows: Rows) -> object:
+    chances = reference.probabilities(rows.logits, *rows.limits)
     return chances.div(torch.empty_like(chances).exponential_()).argmax(-1)
 
 
-def _draft(logits: Tensor) -> object:
-    seeds = torch.arange(logits.shape[0], device=logits.device)
-    return sampling.draft_distribution(logits, torch.ones(logits.shape[0], device=logits.device), seeds, seeds)
+def _sample_by_mass(rows: Rows) -> object:
+    temperature, top_p, _, _ = rows.limits
+    return sampling.sample(rows.logits, temperature, top_p, rows.seeds, rows.seeds, 0)
 
 
-def _torch_draft(logits: Tensor) -> object:
-    values, ids = torch.topk(logits, sampling.DRAFT_WIDTH)
+def _torch_sample_by_mass(rows: Rows) -> object:
+    chances = reference.probabilities(rows.logits, *rows.limits[:2])
+    return chances.div(torch.empty_like(chances).exponential_()).argmax(-1)
+
+
+def _draft(rows: Rows) -> object:
+    return sampling.draft_distribution(rows.logits, rows.limits[0], rows.seeds, rows.seeds)
+
+
+def _torch_draft(rows: Rows) -> object:
+    values, ids = torch.topk(rows.logits, sampling.DRAFT_WIDTH)
     chances = torch.softmax(values, -1)
     return ids.gather(1, chances.div(torch.empty_like(chances).exponential_()).argmax(-1, keepdim=True))
 
 
-def _log(logits: Tensor) -> object:
-    return sampling.log_probabilities(logits, torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device), 20)
+def _log(rows: Rows) -> object:
+    return sampling.log_probabilities(rows.logits, rows.seeds, 20)
 
 
-def _torch_log(logits: Tensor) -> object:
-    values = torch.log_softmax(logits, -1)
-    return (values > values[:, :1]).sum(1), torch.topk(values, 20)
+def _torch_log(rows: Rows) -> object:
+    values = torch.log_softmax(rows.logits, -1)
+    return (values > values.gather(1, rows.seeds.unsqueeze(1))).sum(1), torch.topk(values, 20)
+
+
+Kind = tuple[str, Callable[[Rows], object], Callable[[Rows], object], str]
+"""Name, this operation, PyTorch's own way, and what that is."""
 
 
 def cases() -> list[Case]:
     found = []
     for rows in ROWS:
-        kinds = [("greedy", lambda logits: sampling.greedy(logits), lambda logits: logits.argmax(-1), "argmax")]
+        kinds: list[Kind] = [
+            ("greedy", lambda held: sampling.greedy(held.logits), lambda held: held.logits.argmax(-1), "argmax")
+        ]
         if rows <= MOST_SAMPLED:
             kinds += [
                 ("sample, top_k and top_p", _sample, _torch_sample, "sort and an exponential race"),
+                ("sample, top_p alone", _sample_by_mass, _torch_sample_by_mass, "sort and an exponential race"),
                 ("draft from 64", _draft, _torch_draft, "topk and an exponential race"),
                 ("log-probabilities, top 20", _log, _torch_log, "log_softmax and topk"),
             ]
@@ -76,8 +102,8 @@ def cases() -> list[Case]:
                     name=f"sampling {name}",
                     rows=rows,
                     bytes=rows * VOCABULARY * 4,
-                    build=_over_logits(rows, ours),
-                    alternative=_over_logits(rows, theirs),
+                    build=_over_rows(rows, ours),
+                    alternative=_over_rows(rows, theirs),
                     alternative_name=what,
                 )
             )

@@ -97,8 +97,8 @@ def probabilities(
 
     Temperature, then min_p (at least that part of the largest probability), then the top_k most likely, then the
     smallest set of the most likely that reaches top_p of what is left; ties stay with the lowest id. A temperature of 0
-    gives one-hot rows. The reference sorts; on a GPU the threshold's bits are found by counting (top_k) or adding up
-    (top_p) what lies above, and ties at the border are filled in the order of ids.
+    gives one-hot rows. The reference sorts; on a GPU the threshold is found by counting (top_k) or adding up (top_p)
+    what lies above, and ties at the border are filled in the order of ids.
     """
     for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k), ("min_p", min_p)):
         if value is not None:

@@ -3,15 +3,19 @@
 A row of the vocabulary is cut into ranges of up to 4096 ids, one program each; what ranges find is combined in the
 order of ranges, so the same row gives the same bits in any batch. ``greedy``: a launch for ranges, one for rows.
 
-Selections (top_k, top_p, the most likely ids) look for a threshold key. A key is the logit's bits as an integer of the
-same order, NaN above all. Each of the 8 launches of ``_narrow`` settles 4 bits of it (16 launches for float64): for the
-16 values of the next digit it adds up how many ids of a range have them or how much these weigh, and the next launch
-takes the largest digit that reaches the target. Ids that tie at the threshold are taken in their own order.
+Selections (top_k, top_p, the most likely ids) are ``triton_threshold``'s. A chained launch takes about 2 us; besides,
+passes over ranges wait for 0.5 MB a row from memory or the L2 cache (1 us), ``list_levels`` for 16 KB of counts, and
+the one program a row of ``_limit`` and ``_collect`` for two dependent loads (1.4 us) and some ten reads of the listed
+ids of 0.4 us for each limit.
 
-``probabilities``: the ranges' largest keys, top_k's digits, ``_weigh`` (unnormalised probabilities in float64 after
-temperature, min_p and top_k), top_p's digits, ``_normalise``: 19 launches, of which those for top_k are left out where
-no request can ask for it, and programs of rows that do not ask return at once. ``draw``: two launches. Accepting drafts
-(``verify_reference``) and adjusting logits (``adjust_reference``) are elementwise torch code on any device.
+- ``probabilities``: ``_largest``, ``_weigh`` (unnormalised probabilities in float64 after temperature and min_p, 1 MB a
+  row written), ``list_levels``, ``_limit`` (top_k, then top_p), ``_normalise``: 5 launches. ``draw``: 2, of few ids 1.
+- ``most_likely``: ``_largest``, ``spread``, ``list_levels``, ``_collect``, ``_order``, ``_draft``: 6 launches.
+- ``log_probabilities``: ``_largest``, ``_log_sums``, ``_log_chosen``, then ``list_levels``, ``_collect`` and ``_order``
+  for the likeliest ids: 6 launches.
+
+Accepting drafts (``verify_reference``) and adjusting logits (``adjust_reference``) are elementwise torch code on any
+device.
 """
 
 import torch
@@ -22,52 +26,35 @@ from torch import Tensor
 from quickseek.ops.checks import expect_dtype
 from quickseek.ops.sampling.parameters import LogProbabilities, SparseDistribution, Verified
 from quickseek.ops.sampling.reference import valid as valid  # two launches without a sort
+from quickseek.ops.sampling.triton_threshold import (
+    LEVELS,
+    best_of_row,
+    count_levels,
+    key_value,
+    largest_of,
+    last_tie,
+    limits,
+    list_levels,
+    members,
+    order_key,
+    row_logits,
+    scale_of,
+    search,
+    split,
+    spread,
+)
 from quickseek.ops.triton_chain import begin, chained
 
 _LARGEST_RANGE, _SMALLEST_RANGE, _MOST_RANGES = 4096, 64, 32
-_LOWEST_TEMPERATURE = tl.constexpr(1e-6)
+_ROOM = 16384
+"""Ids of a row that are searched without reading the row again."""
+_SEARCHED = 2048
+"""Ids that a searching program looks at together."""
 _FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 _ORDER_BLOCK = 64
 
 
-# ---------------------------------------------------------------------------------------------- keys
-
-
-@triton.jit
-def _key(x):
-    """uint64 keys in the order of FP32 or FP64 values; the zeros are equal, NaN is the largest."""
-    x = tl.where(x == 0.0, 0.0, x)
-    if x.dtype == tl.float64:
-        bits = x.to(tl.uint64, bitcast=True)
-        key = tl.where((bits >> 63) != 0, ~bits, bits | 0x8000000000000000)
-        key = tl.where(x != x, 0xFFFFFFFFFFFFFFFF, key)
-    else:
-        bits = x.to(tl.uint32, bitcast=True)
-        key = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000).to(tl.uint64)
-        key = tl.where(x != x, 0xFFFFFFFF, key)
-    return key.to(tl.uint64)
-
-
-@triton.jit
-def _value(key, wide: tl.constexpr):
-    """FP64 value of a key; ``wide``: of an FP64 key."""
-    if wide:
-        bits = tl.where((key >> 63) != 0, key ^ 0x8000000000000000, ~key)
-        value = bits.to(tl.float64, bitcast=True)
-    else:
-        word = key.to(tl.uint32)
-        bits = tl.where((word >> 31) != 0, word ^ 0x80000000, ~word)
-        value = bits.to(tl.float32, bitcast=True).to(tl.float64)
-    return value
-
-
-@triton.jit
-def _logits(logits, row, index, vocabulary):
-    """FP32 or FP64 logits of a row; NaN keys beyond its end are for the caller to leave out."""
-    x = tl.load(logits + row * vocabulary + index, mask=index < vocabulary, other=0.0)
-    if x.dtype != tl.float64:
-        x = x.to(tl.float32)
-    return x
+# ---------------------------------------------------------------------------------------------- the largest
 
 
 @chained
@@ -78,141 +65,42 @@ def _largest(logits, keys, ids, vocabulary, ranges, block: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = part * block + tl.arange(0, block)
     inside = index < vocabulary
-    key = tl.where(inside, _key(_logits(logits, row, index, vocabulary)), 0)
+    key = tl.where(inside, order_key(row_logits(logits, row, index, vocabulary)), 0)
     largest = tl.max(key, 0)
     first = tl.min(tl.where(inside & (key == largest), index, vocabulary), 0)
-    tl.store(keys + row * ranges + part, largest.to(tl.int64, bitcast=True))
+    tl.store(keys + row * ranges + part, largest.to(keys.dtype.element_ty, bitcast=True))
     tl.store(ids + row * ranges + part, first.to(tl.int64))
 
 
-@triton.jit
-def _best(keys, ids, row, ranges, block_r: tl.constexpr, wide: tl.constexpr):
-    """Key of a row's largest logit, its first id (0 if the row has a NaN), and 1 if the row holds a choice."""
-    part = tl.arange(0, block_r)
-    real = part < ranges
-    key = tl.load(keys + row * ranges + part, mask=real, other=0).to(tl.uint64, bitcast=True)
-    number = tl.load(ids + row * ranges + part, mask=real, other=0)
-    largest = tl.max(tl.where(real, key, 0), 0)
-    first = tl.min(tl.where(real & (key == largest), number, 0x7FFFFFFFFFFFFFFF), 0)
-    value = _value(largest, wide)
-    return largest, tl.where(value != value, 0, first), (tl.abs(value) < float("inf")).to(tl.int32)
-
-
 @chained
 @triton.jit
-def _choose(keys, ids, chosen, ranges, block_r: tl.constexpr, wide: tl.constexpr):
+def _choose(keys, ids, chosen, ranges, block_r: tl.constexpr):
     begin()
     row = tl.program_id(0).to(tl.int64)
-    _, first, _ = _best(keys, ids, row, ranges, block_r, wide)
+    _, first, _ = best_of_row(keys, ids, row, ranges, block_r)
     tl.store(chosen + row, first)
-
-
-# ---------------------------------------------------------------------------------------------- thresholds
-
-
-@triton.jit
-def _target(limits, count, sums, row, vocabulary, ranges, block_r: tl.constexpr, weighted: tl.constexpr):
-    """What the members must reach, and whether the row asks for it: so many ids, or a share of the row's sum."""
-    if weighted:
-        part = tl.arange(0, block_r)
-        share = tl.load(limits + row).to(tl.float64)
-        total = tl.sum(tl.load(sums + row * ranges + part, mask=part < ranges, other=0.0), 0)
-        # Above 0, so that the first id always stays.
-        target, asked = tl.maximum(share * total, 1e-300), share < 1.0
-    else:
-        limit = count
-        if limits is not None:
-            limit = tl.load(limits + row)
-        target, asked = limit.to(tl.float64), (limit > 0) & (limit < vocabulary)
-    return target, asked
-
-
-@triton.jit
-def _settle(parts, prefixes, aboves, row, rows, ranges, number, target, block_r: tl.constexpr):
-    """After launch ``number``: the digits so far, what lies above them, and what has exactly these digits."""
-    part, digit = tl.arange(0, block_r), tl.arange(0, 16)
-    place = ((number * rows + row) * ranges + part[:, None]) * 16 + digit[None, :]
-    totals = tl.sum(tl.load(parts + place, mask=(part < ranges)[:, None], other=0.0), 0)
-    above = tl.load(aboves + number * rows + row)
-    reached = tl.minimum(tl.sum((above + tl.cumsum(totals, 0) < target).to(tl.int32), 0), 15)
-    prefix = tl.load(prefixes + number * rows + row).to(tl.uint64, bitcast=True)
-    prefix = prefix * 16 + (15 - reached).to(tl.uint64)
-    above += tl.sum(tl.where(digit < reached, totals, 0.0), 0)
-    return prefix, above, tl.sum(tl.where(digit == reached, totals, 0.0), 0)
-
-
-@chained
-@triton.jit(do_not_specialize=["count", "number", "rows"])
-def _narrow(
-    logits, weights, limits, count, sums, parts, prefixes, aboves, vocabulary, rows, ranges, number,
-    passes: tl.constexpr, weighted: tl.constexpr, block: tl.constexpr, block_r: tl.constexpr,
-):  # fmt: skip
-    """parts [passes, T, ranges, 16]: what ids with the settled digits weigh by their next one, the largest first."""
-    begin()
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    target, asked = _target(limits, count, sums, row, vocabulary, ranges, block_r, weighted)
-    if asked:
-        prefix = target.to(tl.uint64) * 0
-        above = target * 0.0
-        if number > 0:
-            prefix, above, _ = _settle(parts, prefixes, aboves, row, rows, ranges, number - 1, target, block_r)
-        if part == 0:
-            tl.store(prefixes + number * rows + row, prefix.to(tl.int64, bitcast=True))
-            tl.store(aboves + number * rows + row, above)
-        index = part * block + tl.arange(0, block)
-        inside = index < vocabulary
-        key = _key(_logits(logits, row, index, vocabulary)) >> ((passes - 1 - number) * 4).to(tl.uint64)
-        member = inside & ((key >> 4) == prefix)
-        digit = (key & 15).to(tl.int32)
-        weight = tl.full((block,), 1.0, tl.float64)
-        if weighted:
-            weight = tl.load(weights + row * vocabulary + index, mask=inside, other=0.0)
-        place = parts + ((number * rows + row) * ranges + part) * 16
-        for value in tl.static_range(16):
-            tl.store(place + value, tl.sum(tl.where(member & (digit == 15 - value), weight, 0.0), 0))
-
-
-@triton.jit
-def _before(parts, row, rows, ranges, part, number, digit, block_r: tl.constexpr):
-    """What earlier ranges hold with ``digit`` of launch ``number``."""
-    other = tl.arange(0, block_r)
-    place = ((number * rows + row) * ranges + other) * 16 + digit
-    return tl.sum(tl.load(parts + place, mask=(other < ranges) & (other < part), other=0.0), 0)
 
 
 # ---------------------------------------------------------------------------------------------- distributions
 
 
-@triton.jit
-def _scale(temperature, row):
-    return tl.maximum(tl.load(temperature + row).to(tl.float64), _LOWEST_TEMPERATURE)
-
-
 @chained
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _weigh(
-    logits, keys, ids, temperature, min_p, top_k, parts, prefixes, aboves, weights, sums, vocabulary, rows, ranges,
-    passes: tl.constexpr, wide: tl.constexpr, block: tl.constexpr, block_r: tl.constexpr,
+    logits, keys, ids, temperature, min_p, weights, sums, levels, vocabulary, ranges,
+    block: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
-    """weights [T, V]: probabilities over the largest one after min_p and top_k, and their sums [T, ranges]."""
+    """weights [T, V]: probabilities over the largest one after min_p, their sums [T, ranges], and ``levels``."""
     begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    largest, best, choice = _best(keys, ids, row, ranges, block_r, wide)
+    largest, best, choice = best_of_row(keys, ids, row, ranges, block_r)
     index = part * block + tl.arange(0, block)
     inside = index < vocabulary
-    x = _logits(logits, row, index, vocabulary)
-    weight = tl.exp((x.to(tl.float64) - _value(largest, wide)) / _scale(temperature, row))
+    x = row_logits(logits, row, index, vocabulary)
+    count_levels(levels, x, largest, inside, row, part, ranges)
+    weight = tl.exp((x.to(tl.float64) - key_value(largest).to(tl.float64)) / scale_of(temperature, row))
     if min_p is not None:
         weight = tl.where(weight >= tl.load(min_p + row).to(tl.float64), weight, 0.0)
-    if top_k is not None:
-        target, asked = _target(top_k, 0, None, row, vocabulary, ranges, block_r, False)
-        if asked:
-            border, above, _ = _settle(parts, prefixes, aboves, row, rows, ranges, passes - 1, target, block_r)
-            key = _key(x)
-            tie = inside & (key == border)
-            earlier = _before(parts, row, rows, ranges, part, passes - 1, 15 - (border & 15).to(tl.int32), block_r)
-            rank = tl.cumsum(tie.to(tl.int32), 0).to(tl.float64) + earlier
-            weight = tl.where((key > border) | (tie & (rank <= target - above)), weight, 0.0)
     if tl.load(temperature + row) == 0.0:
         weight = tl.where(index == best, 1.0, 0.0).to(tl.float64)
     weight = tl.where(inside & (choice != 0), weight, 0.0)
@@ -221,36 +109,63 @@ def _weigh(
 
 
 @chained
-@triton.jit(do_not_specialize=["rows"])
-def _normalise(
-    logits, keys, ids, temperature, top_p, parts, prefixes, aboves, weights, sums, vocabulary, rows, ranges,
-    passes: tl.constexpr, wide: tl.constexpr, block: tl.constexpr, block_r: tl.constexpr,
+@triton.jit(do_not_specialize=["room"])
+def _limit(
+    logits, keys, ids, temperature, top_k, top_p, weights, sums, listing, listed, borders, lasts, kept,
+    vocabulary, ranges, room, block: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
-    """In place: the weights that top_p leaves, over their sum."""
+    """What top_k and top_p leave of each row: keys above ``borders``, ids up to ``lasts`` with that key; its weight."""
     begin()
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    index = part * block + tl.arange(0, block)
-    inside = index < vocabulary
-    weight = tl.load(weights + row * vocabulary + index, mask=inside, other=0.0)
-    other = tl.arange(0, block_r)
-    kept = tl.sum(tl.load(sums + row * ranges + other, mask=other < ranges, other=0.0), 0)
-    target, asked = _target(top_p, 0, sums, row, vocabulary, ranges, block_r, True)
-    if asked:
-        border, above, mass = _settle(parts, prefixes, aboves, row, rows, ranges, passes - 1, target, block_r)
-        largest, _, _ = _best(keys, ids, row, ranges, block_r, wide)
-        each = tl.exp((_value(border, wide) - _value(largest, wide)) / _scale(temperature, row))
-        each = tl.where((each > 0.0) & (mass > 0.0), each, 1.0)
-        # Ties stay while what is before them has not reached the target. All of them weigh the same.
-        ties = tl.maximum(tl.ceil((target - above) / each), tl.where(above > 0.0, 0.0, 1.0))
-        digit = 15 - (border & 15).to(tl.int32)
-        earlier = tl.floor(_before(parts, row, rows, ranges, part, passes - 1, digit, block_r) / each + 0.5)
-        key = _key(_logits(logits, row, index, vocabulary))
-        tie = inside & (key == border)
-        rank = tl.cumsum(tie.to(tl.int32), 0).to(tl.float64) + earlier
-        weight = tl.where((key > border) | (tie & (rank <= ties)), weight, 0.0)
-        kept = above + tl.minimum(ties * each, mass)
-    weight = tl.where(kept > 0.0, weight / kept, 0.0)
-    tl.store(weights + row * vocabulary + index, weight, mask=inside)
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, block_r)
+    limit, by_count, share, by_mass = limits(top_k, 0, top_p, temperature, row, vocabulary)
+    total = tl.sum(tl.load(sums + row * ranges + part, mask=part < ranges, other=0.0), 0)
+    largest, _best, _choice = best_of_row(keys, ids, row, ranges, block_r)
+    border, last = largest * 0, vocabulary * 0 - 1
+    logits += row * vocabulary
+    weights += row * vocabulary
+    listing += row * room
+    if (by_count | by_mass) & (total > 0.0):
+        length = tl.load(listed + row)
+        use = (length > 0) & (length >= limit)
+        items = tl.where(use, length, vocabulary)
+        if by_count:
+            border, last = largest_of(logits, listing, use, items, limit, largest, block)
+        mass, low, _below = split(logits, weights, listing, use, items, border, last, largest * 0, block)
+        if by_count:
+            total = mass
+        if by_mass:
+            # Above 0, so that the first id always stays.
+            target = tl.maximum(share * total, 1e-300)
+            if use & (mass < target):
+                use, items = length < 0, vocabulary * 1
+                mass, low, _below = split(logits, weights, listing, use, items, border, last, largest * 0, block)
+            key, above, found = search(
+                logits, weights, listing, use, items, border, last, low, largest, mass, target, block
+            )
+            distance = key_value(key).to(tl.float64) - key_value(largest).to(tl.float64)
+            each = tl.exp(distance / scale_of(temperature, row))
+            # Ties stay while what is before them has not reached the target. All of them weigh the same.
+            ties = tl.minimum(tl.ceil((target - above) / each), 1.0 * vocabulary)
+            last = last_tie(logits, weights, listing, use, items, border, last, key, ties.to(tl.int32), block)
+            border, total = key, above + tl.minimum(ties * each, found - above)
+    tl.store(borders + row, border.to(borders.dtype.element_ty, bitcast=True))
+    tl.store(lasts + row, last)
+    tl.store(kept + row, total)
+
+
+@chained
+@triton.jit
+def _normalise(logits, weights, borders, lasts, kept, vocabulary, block: tl.constexpr):
+    """In place: the weights that are kept, over their sum."""
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * block + tl.arange(0, block)
+    weight = tl.load(weights + row * vocabulary + index, mask=index < vocabulary, other=0.0)
+    key, total = order_key(row_logits(logits, row, index, vocabulary)), tl.load(kept + row)
+    border = tl.load(borders + row).to(key.dtype, bitcast=True)
+    member = (key > border) | ((key == border) & (index <= tl.load(lasts + row)))
+    weight = tl.where(member, weight, 0.0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(weights + row * vocabulary + index, weight, mask=index < vocabulary)
 
 
 @chained
@@ -266,11 +181,19 @@ def _range_sums(probability, sums, vocabulary, ranges, block: tl.constexpr):
 @chained
 @triton.jit
 def _pick(probability, uniform, sums, chosen, vocabulary, ranges, block: tl.constexpr, block_r: tl.constexpr):
-    """The first id at which the sum of ranges and ids before exceeds the number; one of probability 0 never is."""
+    """The first id at which the sum of ranges and ids before exceeds the number; one of probability 0 never is.
+
+    Without ``sums`` there is one range.
+    """
     begin()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, block_r)
-    total = tl.load(sums + row * ranges + part, mask=part < ranges, other=0.0)
+    if sums is None:
+        only = tl.arange(0, block)
+        weight = tl.load(probability + row * vocabulary + only, mask=only < vocabulary, other=0.0).to(tl.float64)
+        total = tl.full((block_r,), 0.0, tl.float64) + tl.sum(weight, 0)
+    else:
+        total = tl.load(sums + row * ranges + part, mask=part < ranges, other=0.0)
     summed = tl.cumsum(total, 0)
     whole = tl.sum(tl.where(part == ranges - 1, summed, 0.0), 0)
     number = tl.load(uniform + row).to(tl.float64) * whole
@@ -290,35 +213,30 @@ def _pick(probability, uniform, sums, chosen, vocabulary, ranges, block: tl.cons
 
 
 @chained
-@triton.jit(do_not_specialize=["rows", "count"])
+@triton.jit(do_not_specialize=["count", "room"])
 def _collect(
-    logits, parts, prefixes, aboves, found, vocabulary, rows, ranges, count,
-    passes: tl.constexpr, block: tl.constexpr, block_r: tl.constexpr,
+    logits, keys, ids, listing, listed, found, vocabulary, ranges, count, room,
+    block: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
-    """found [T, count]: the ids above the threshold, then those that tie with it, each in their own order."""
+    """found [T, count]: the ids of the ``count`` largest logits, ascending."""
     begin()
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    index = part * block + tl.arange(0, block)
-    inside = index < vocabulary
-    slot, taken = index, inside  # every id, where all are wanted
+    row = tl.program_id(0).to(tl.int64)
+    largest, _best, _choice = best_of_row(keys, ids, row, ranges, block_r)
+    border, last = largest * 0, vocabulary * 0 - 1
+    use, items = vocabulary < 0, vocabulary * 1
+    logits += row * vocabulary
+    listing += row * room
     if count < vocabulary:
-        target = count.to(tl.float64)
-        border, above, _ = _settle(parts, prefixes, aboves, row, rows, ranges, passes - 1, target, block_r)
-        other, digit = tl.arange(0, block_r), tl.arange(0, 16)
-        earlier_above = above * 0.0
-        for number in tl.static_range(passes):
-            settled = 15 - ((border >> ((passes - 1 - number) * 4)) & 15).to(tl.int32)
-            place = ((number * rows + row) * ranges + other[:, None]) * 16 + digit[None, :]
-            wanted = ((other < ranges) & (other < part))[:, None] & (digit < settled)[None, :]
-            earlier_above += tl.sum(tl.load(parts + place, mask=wanted, other=0.0))
-        earlier_ties = _before(parts, row, rows, ranges, part, passes - 1, 15 - (border & 15).to(tl.int32), block_r)
-        key = _key(_logits(logits, row, index, vocabulary))
-        greater, tie = inside & (key > border), inside & (key == border)
-        greater_slot = earlier_above.to(tl.int32) + tl.cumsum(greater.to(tl.int32), 0) - 1
-        tie_slot = (above + earlier_ties).to(tl.int32) + tl.cumsum(tie.to(tl.int32), 0) - 1
-        slot = tl.where(greater, greater_slot, tie_slot)
-        taken = greater | (tie & (tie_slot < count))
-    tl.store(found + row * count + slot, index.to(tl.int64), mask=taken)
+        length = tl.load(listed + row)
+        use = length >= count
+        items = tl.where(use, length, vocabulary)
+        border, last = largest_of(logits, listing, use, items, count, largest, block)
+    taken = items * 0
+    for start in range(0, items, block):
+        index, _key, member = members(logits, None, listing, use, start, items, border, last, block)
+        slot = taken + tl.cumsum(member.to(tl.int32), 0) - 1
+        tl.store(found + row * count + slot, index.to(tl.int64), mask=member > 0.0)
+        taken += tl.sum(member.to(tl.int32), 0)
 
 
 @chained
@@ -330,13 +248,13 @@ def _order(logits, found, offsets, ids, values, vocabulary, count, block: tl.con
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < count
     number = tl.load(found + row * count + place, mask=inside, other=0)
-    x = _logits(logits, row, number, vocabulary)
-    key = _key(x)
+    x = row_logits(logits, row, number, vocabulary)
+    key = order_key(x)
     rank = tl.zeros((block,), tl.int32)
     for start in range(0, count, block):
         other = start + tl.arange(0, block)
         rival = tl.load(found + row * count + other, mask=other < count, other=0)
-        theirs = _key(_logits(logits, row, rival, vocabulary))[None, :]
+        theirs = order_key(row_logits(logits, row, rival, vocabulary))[None, :]
         ahead = (theirs > key[:, None]) | ((theirs == key[:, None]) & (other[None, :] < place[:, None]))
         rank += tl.sum((ahead & (other < count)[None, :]).to(tl.int32), 1)
     value = x.to(tl.float64)
@@ -355,7 +273,7 @@ def _draft(values, temperature, probability, count, block: tl.constexpr):
     inside = place < count
     x = tl.load(values + row * count + place, mask=inside, other=float("-inf"))
     largest = tl.load(values + row * count)
-    weight = tl.where(inside, tl.exp((x - largest) / _scale(temperature, row)), 0.0)
+    weight = tl.where(inside, tl.exp((x - largest) / scale_of(temperature, row)), 0.0)
     weight = weight / tl.sum(weight, 0)
     if tl.load(temperature + row) == 0.0:
         weight = tl.where(place == 0, 1.0, 0.0).to(tl.float64)
@@ -365,32 +283,34 @@ def _draft(values, temperature, probability, count, block: tl.constexpr):
 
 @chained
 @triton.jit
-def _log_sums(logits, keys, ids, tokens, sums, ahead, vocabulary, ranges, wide: tl.constexpr, block: tl.constexpr,
+def _log_sums(logits, keys, ids, tokens, sums, ahead, levels, vocabulary, ranges, block: tl.constexpr,
               block_r: tl.constexpr):  # fmt: skip
-    """Of each range: the sum of exponentials over the largest, and how many logits exceed the token's."""
+    """Of each range: the sum of exponentials over the largest, how many logits exceed the token's, and ``levels``."""
     begin()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    largest, _, _ = _best(keys, ids, row, ranges, block_r, wide)
+    largest, _, _ = best_of_row(keys, ids, row, ranges, block_r)
     index = part * block + tl.arange(0, block)
     inside = index < vocabulary
-    x = _logits(logits, row, index, vocabulary)
-    own = _key(_logits(logits, row, tl.load(tokens + row), vocabulary))
-    weight = tl.where(inside, tl.exp(x.to(tl.float64) - _value(largest, wide)), 0.0)
+    x = row_logits(logits, row, index, vocabulary)
+    own = order_key(row_logits(logits, row, tl.load(tokens + row), vocabulary))
+    if levels is not None:
+        count_levels(levels, x, largest, inside, row, part, ranges)
+    weight = tl.where(inside, tl.exp(x.to(tl.float64) - key_value(largest).to(tl.float64)), 0.0)
     tl.store(sums + row * ranges + part, tl.sum(weight, 0))
-    tl.store(ahead + row * ranges + part, tl.sum((inside & (_key(x) > own)).to(tl.int32), 0))
+    tl.store(ahead + row * ranges + part, tl.sum((inside & (order_key(x) > own)).to(tl.int32), 0))
 
 
 @chained
 @triton.jit
-def _log_chosen(logits, keys, ids, tokens, sums, ahead, offsets, chosen, rank, vocabulary, ranges, wide: tl.constexpr,
+def _log_chosen(logits, keys, ids, tokens, sums, ahead, offsets, chosen, rank, vocabulary, ranges,
                 block_r: tl.constexpr):  # fmt: skip
     """offsets [T]: the logarithm of the sum of exponentials; of the token: its log-probability and its rank."""
     begin()
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, block_r)
-    largest, _, choice = _best(keys, ids, row, ranges, block_r, wide)
+    largest, _, choice = best_of_row(keys, ids, row, ranges, block_r)
     total = tl.sum(tl.load(sums + row * ranges + part, mask=part < ranges, other=0.0), 0)
-    offset = _value(largest, wide) + tl.log(total)
-    x = _logits(logits, row, tl.load(tokens + row), vocabulary).to(tl.float64)
+    offset = key_value(largest).to(tl.float64) + tl.log(total)
+    x = row_logits(logits, row, tl.load(tokens + row), vocabulary).to(tl.float64)
     count = tl.sum(tl.load(ahead + row * ranges + part, mask=part < ranges, other=0), 0).to(tl.int64)
     tl.store(offsets + row, offset)
     tl.store(chosen + row, (x - offset).to(tl.float32))
@@ -450,45 +370,52 @@ class _Rows:
         self.block, self.ranges = _cut(self.vocabulary)
         self.block_r = triton.next_power_of_2(self.ranges)
         self.grid = (self.rows, self.ranges)
-        self.wide = logits.dtype == torch.float64
-        self.passes = 16 if self.wide else 8
+        self.room = min(_ROOM, self.vocabulary)
+        self.searched = min(_SEARCHED, triton.next_power_of_2(self.vocabulary))
+        self.key_dtype = torch.int64 if logits.dtype == torch.float64 else torch.int32
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=self.device)
 
     def largest(self) -> tuple[Tensor, Tensor]:
-        keys, ids = (self.empty(self.rows, self.ranges, dtype=torch.int64) for _ in range(2))
+        keys, ids = (self.empty(self.rows, self.ranges, dtype=dtype) for dtype in (self.key_dtype, torch.int64))
         _largest[self.grid](self.logits, keys, ids, self.vocabulary, self.ranges, self.block)
         return keys, ids
 
-    def threshold(
-        self, limits: Tensor | None, count: int = 0, weights: Tensor | None = None, sums: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the key that so many ids, or such a share of the weights, reach: ``_narrow``'s parts, digits and sums."""
-        parts = self.empty(self.passes, self.rows, self.ranges, 16)
-        prefixes = self.empty(self.passes, self.rows, dtype=torch.int64)
-        aboves = self.empty(self.passes, self.rows)
-        for number in range(self.passes):
-            _narrow[self.grid](
-                self.logits, weights, limits, count, sums, parts, prefixes, aboves, self.vocabulary, self.rows,
-                self.ranges, number, self.passes, weights is not None, self.block, self.block_r,
-            )  # fmt: skip
-        return parts, prefixes, aboves
+    def levels(self) -> Tensor:
+        return self.empty(self.rows, self.ranges, LEVELS.value, dtype=torch.int32)
 
-    def most_likely(self, count: int, offsets: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def listed(
+        self, keys: Tensor, ids: Tensor, levels: Tensor, count: int = 0, top_k: Tensor | None = None,
+        top_p: Tensor | None = None, temperature: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Of the rows that ask for a selection: ids among which it is, and how many (``list_levels``)."""
+        listing, listed = self.empty(self.rows, self.room, dtype=torch.int32), self.empty(self.rows, dtype=torch.int32)
+        list_levels[self.grid](
+            self.logits, keys, ids, levels, top_k, count, top_p, temperature, listing, listed, self.vocabulary,
+            self.ranges, self.room, self.block, self.block_r,
+        )  # fmt: skip
+        return listing, listed
+
+    def most_likely(
+        self, keys: Tensor, ids: Tensor, levels: Tensor, count: int, offsets: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """The ``count`` largest ids in falling order, and their logits less ``offsets`` [T]."""
-        ids, values = self.empty(self.rows, count, dtype=torch.int64), self.empty(self.rows, count, dtype=dtype)
-        if count and self.rows:
-            found = torch.empty_like(ids)
-            held = self.threshold(None, count)
-            _collect[self.grid](
-                self.logits, *held, found, self.vocabulary, self.rows, self.ranges, count, self.passes, self.block,
-                self.block_r,
-            )  # fmt: skip
-            _order[(self.rows, triton.cdiv(count, _ORDER_BLOCK))](
-                self.logits, found, offsets, ids, values, self.vocabulary, count, _ORDER_BLOCK
-            )
-        return ids, values
+        found = self.empty(self.rows, count, dtype=torch.int64)
+        ordered, values = torch.empty_like(found), self.empty(self.rows, count, dtype=dtype)
+        _collect[(self.rows,)](
+            self.logits, keys, ids, *self.listed(keys, ids, levels, count), found, self.vocabulary, self.ranges, count,
+            self.room, self.searched, self.block_r, num_warps=_warps(self.searched),
+        )  # fmt: skip
+        _order[(self.rows, triton.cdiv(count, _ORDER_BLOCK))](
+            self.logits, found, offsets, ordered, values, self.vocabulary, count, _ORDER_BLOCK
+        )
+        return ordered, values
+
+
+def _warps(block: int) -> int:
+    """Of a searching program: four ids a thread, because it runs each instruction few times and has to fetch them."""
+    return max(1, min(16, block // 128))
 
 
 def _cut(vocabulary: int) -> tuple[int, int]:
@@ -513,7 +440,7 @@ def greedy(logits: Tensor) -> Tensor:
     chosen = of.empty(of.rows, dtype=torch.int64)
     if of.rows:
         keys, ids = of.largest()
-        _choose[(of.rows,)](keys, ids, chosen, of.ranges, of.block_r, of.wide, num_warps=1)
+        _choose[(of.rows,)](keys, ids, chosen, of.ranges, of.block_r, num_warps=1)
     return chosen
 
 
@@ -527,22 +454,31 @@ def probabilities(
     temperature, top_p = temperature.contiguous(), top_p.contiguous()
     top_k, min_p = (x if x is None else x.contiguous() for x in (top_k, min_p))
     keys, ids = of.largest()
-    held = (None, None, None) if top_k is None else of.threshold(top_k)
-    sums = of.empty(of.rows, of.ranges)
-    shape = (of.vocabulary, of.rows, of.ranges, of.passes, of.wide, of.block, of.block_r)
-    _weigh[of.grid](of.logits, keys, ids, temperature, min_p, top_k, *held, weights, sums, *shape)
-    held = of.threshold(top_p, weights=weights, sums=sums)
-    _normalise[of.grid](of.logits, keys, ids, temperature, top_p, *held, weights, sums, *shape)
+    sums, levels = of.empty(of.rows, of.ranges), of.levels()
+    _weigh[of.grid](
+        of.logits, keys, ids, temperature, min_p, weights, sums, levels, of.vocabulary, of.ranges, of.block, of.block_r
+    )
+    listing = of.listed(keys, ids, levels, top_k=top_k, top_p=top_p, temperature=temperature)
+    borders, lasts, kept = (of.empty(of.rows, dtype=dtype) for dtype in (of.key_dtype, torch.int32, torch.float64))
+    _limit[(of.rows,)](
+        of.logits, keys, ids, temperature, top_k, top_p, weights, sums, *listing, borders, lasts, kept, of.vocabulary,
+        of.ranges, of.room, of.searched, of.block_r, num_warps=_warps(of.searched),
+    )  # fmt: skip
+    _normalise[of.grid](of.logits, weights, borders, lasts, kept, of.vocabulary, of.block)
     return weights
 
 
 def most_likely(logits: Tensor, temperature: Tensor, count: int) -> SparseDistribution:
     of = _Rows(logits)
-    ids, values = of.most_likely(count, None, torch.float64)
+    if not of.rows:
+        return SparseDistribution(of.empty(0, count, dtype=torch.int64), of.empty(0, count))
+    keys, ids = of.largest()
+    levels = of.levels()
+    spread[of.grid](of.logits, keys, ids, levels, of.vocabulary, of.ranges, of.block, of.block_r)
+    ordered, values = of.most_likely(keys, ids, levels, count, None, torch.float64)
     chances = torch.empty_like(values)
-    if of.rows:
-        _draft[(of.rows,)](values, temperature.contiguous(), chances, count, triton.next_power_of_2(count), num_warps=1)
-    return SparseDistribution(ids, chances)
+    _draft[(of.rows,)](values, temperature.contiguous(), chances, count, triton.next_power_of_2(count), num_warps=1)
+    return SparseDistribution(ordered, chances)
 
 
 def draw(probability: Tensor, uniform: Tensor) -> Tensor:
@@ -550,9 +486,10 @@ def draw(probability: Tensor, uniform: Tensor) -> Tensor:
     block, ranges = _cut(vocabulary)
     probability = probability.contiguous()
     chosen = torch.empty(rows, dtype=torch.int64, device=probability.device)
-    sums = torch.empty(rows, ranges, dtype=torch.float64, device=probability.device)
+    sums = torch.empty(rows, ranges, dtype=torch.float64, device=probability.device) if ranges > 1 else None
     if rows:
-        _range_sums[(rows, ranges)](probability, sums, vocabulary, ranges, block)
+        if sums is not None:
+            _range_sums[(rows, ranges)](probability, sums, vocabulary, ranges, block)
         _pick[(rows,)](
             probability, uniform.contiguous(), sums, chosen, vocabulary, ranges, block, triton.next_power_of_2(ranges)
         )
@@ -562,19 +499,21 @@ def draw(probability: Tensor, uniform: Tensor) -> Tensor:
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilities:
     of = _Rows(logits)
     chosen, rank = of.empty(of.rows, dtype=torch.float32), of.empty(of.rows, dtype=torch.int64)
-    offsets = of.empty(of.rows)
+    offsets, likely = of.empty(of.rows), (of.empty(of.rows, top, dtype=torch.int64), chosen.new_empty(of.rows, top))
     if of.rows:
         keys, ids = of.largest()
         sums, ahead = of.empty(of.rows, of.ranges), of.empty(of.rows, of.ranges, dtype=torch.int32)
-        tokens = tokens.contiguous()
+        levels, tokens = of.levels() if top else None, tokens.contiguous()
         _log_sums[of.grid](
-            of.logits, keys, ids, tokens, sums, ahead, of.vocabulary, of.ranges, of.wide, of.block, of.block_r
+            of.logits, keys, ids, tokens, sums, ahead, levels, of.vocabulary, of.ranges, of.block, of.block_r
         )
         _log_chosen[(of.rows,)](
-            of.logits, keys, ids, tokens, sums, ahead, offsets, chosen, rank, of.vocabulary, of.ranges, of.wide,
-            of.block_r, num_warps=1,
+            of.logits, keys, ids, tokens, sums, ahead, offsets, chosen, rank, of.vocabulary, of.ranges, of.block_r,
+            num_warps=1,
         )  # fmt: skip
-    return LogProbabilities(chosen, rank, *of.most_likely(top, offsets, torch.float32))
+        if levels is not None:
+            likely = of.most_likely(keys, ids, levels, top, offsets, torch.float32)
+    return LogProbabilities(chosen, rank, *likely)
 
 
 def match(chosen: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> Verified:
