@@ -153,12 +153,13 @@ def test_another_dtype_is_named(call: Callable[[], object], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fn", "scale", "base"])
-def test_a_weight_that_would_be_copied_is_refused(name: str) -> None:
-    parts = dict(zip(("fn", "scale", "base"), weights(N * 8), strict=True))
-    kernels.coefficients(normal(1, N, 8, dtype=BF16), *parts.values(), *OPTIONS)
+def test_a_weight_that_would_be_copied_is_refused(name: str, device: torch.device) -> None:
+    parts = {part: x.to(device) for part, x in zip(("fn", "scale", "base"), weights(N * 8), strict=True)}
+    streams = normal(1, N, 8, dtype=BF16).to(device)
+    kernels.coefficients(streams, *parts.values(), *OPTIONS)
     parts[name] = torch.stack((parts[name], parts[name]), -1)[..., 0]
     with pytest.raises(ValueError, match=f"{name} has strides"):
-        kernels.coefficients(normal(1, N, 8, dtype=BF16), *parts.values(), *OPTIONS)
+        kernels.coefficients(streams, *parts.values(), *OPTIONS)
 
 
 def test_another_number_of_copies_is_refused() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FEW_ROWS = 16
 """Rows up to which one launch without tiles of rows is used."""
 MOST_SPLITS = 16
-WIDE_BF16 = (32, 4, 64, 3)
+WIDE_BF16 = (32, 4, 128, 3)
 """What ``few_shape`` gives for BF16 weights of many outputs."""
 HELD_BYTES = 320
 """Bytes of an FP8 weight that a thread holds at most: with more, a program leaves no room for the next kernel's."""
