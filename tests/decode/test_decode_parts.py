@@ -157,7 +157,10 @@ def test_refresh_takes_over_weights_that_have_changed():
         model.backbone.layers[0].hc_attn.fn.mul_(1.5)
     stale = step_of(driver, slot, recorded=True)
     assert_float64(stale, before)
+    summed = model.backbone.layers[0].hc_attn.broadcast_fn
     executor.refresh()
+    # Graphs hold its address.
+    assert model.backbone.layers[0].hc_attn.broadcast_fn is summed
     fresh = step_of(driver, slot, recorded=True)
     assert differs(fresh, before)
     assert_float64(fresh, step_of(driver, slot, recorded=False))

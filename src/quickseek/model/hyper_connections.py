@@ -26,8 +26,15 @@ class HyperConnections(nn.Module):
         self.broadcast_fn: Tensor | None = None
 
     def finalize_broadcast_weights(self) -> None:
-        """Sum the mixing weight over the copies, for streams that are all equal (spec 5.4)."""
-        self.broadcast_fn = self.fn.unflatten(1, (self.config.hc_mult, -1)).sum(1)
+        """Sum the mixing weight over the copies, for streams that are all equal (spec 5.4).
+
+        Again in the same memory, which graphs may hold, unless the module has moved to another device.
+        """
+        summed = self.fn.unflatten(1, (self.config.hc_mult, -1)).sum(1)
+        if self.broadcast_fn is not None and self.broadcast_fn.device == summed.device:
+            self.broadcast_fn.copy_(summed)
+        else:
+            self.broadcast_fn = summed
 
     def forward(self, streams: Tensor) -> Mixes:
         """pre [T, n], post [T, n], comb [T, n, n] (source, target) of streams [T, n, H].

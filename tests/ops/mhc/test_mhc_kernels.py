@@ -162,6 +162,11 @@ def test_a_weight_that_would_be_copied_is_refused(name: str, device: torch.devic
         kernels.coefficients(streams, *parts.values(), *OPTIONS)
 
 
+def test_an_epsilon_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected more than 0"):
+        kernels.coefficients(normal(1, N, 8, dtype=BF16), *weights(N * 8), OPTIONS[0], 0.0, *OPTIONS[2:])
+
+
 def test_another_number_of_copies_is_refused() -> None:
     fn, scale, base = torch.zeros(8, 2 * 8), torch.zeros(3), torch.zeros(8)
     with pytest.raises(NotImplementedError, match="mHC coefficients of 2 copies"):

@@ -216,6 +216,8 @@ def coefficients(
         # A copy made here would be read before it is whole: they are read before the wait.
         if not value.is_contiguous():
             raise ValueError(f"{name} has strides {value.stride()}: expected it contiguous")
+    if hc_eps <= 0:
+        raise ValueError(f"hc_eps = {hc_eps}: expected more than 0, which keeps the rates of rows and columns finite")
     if n != _COPIES:
         raise NotImplementedError(f"mHC coefficients of {n} copies on a GPU: kernels exist for {_COPIES}")
     rows, channels = streams.shape[0], fn.shape[1]

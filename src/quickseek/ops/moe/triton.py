@@ -333,8 +333,8 @@ def gate_up_few(
     column = tl.arange(0, ROWS)
     token = tl.load(tokens + first + column, mask=column < count, other=0)
     x_row = x + (token.to(tl.int64) * (2 * width))[None, None, :]
-    line = expert.to(tl.int64) * (2 * inner) + tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    line = line[None, :, None]
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    line = (expert.to(tl.int64) * (2 * inner) + tl.minimum(pair, inner - 1))[None, :, None]
     slices = tl.arange(0, SLICES)[:, None, None] * BYTES
     GROUPS: tl.constexpr = BYTES // 16
     group_slices = tl.arange(0, SLICES)[:, None, None] * GROUPS
