@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?= -m "not slow and not gpu and not gpu2"
 # The models of the tests and the demo are tiny: more threads than one only get in each other's way.
 TEST_THREADS ?= 1
+# Processes that share the tests out; whoever has none left takes some from the other.
+TEST_WORKERS ?= 2
 
 .PHONY: demo test lint types unit clean
 
@@ -33,7 +35,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV)

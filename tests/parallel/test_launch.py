@@ -64,10 +64,14 @@ def test_a_rank_that_is_killed_is_named_though_its_peers_fail_too():
 
 
 def test_a_rank_that_hangs_is_ended_in_time_and_says_where_it_was():
-    started = time.monotonic()
-    with pytest.raises(RankFailure, match="rank 1 was not done after") as caught:
-        spawn(sleep_in_a_named_place, 2, timeout_s=12)
-    assert time.monotonic() - started < 40
+    # On a busy machine rank 0 may not even have started in the shorter time.
+    for limit_s in (12, 60):
+        started = time.monotonic()
+        with pytest.raises(RankFailure, match="rank 1 was not done after") as caught:
+            spawn(sleep_in_a_named_place, 2, timeout_s=limit_s)
+        assert time.monotonic() - started < limit_s + 28
+        if "rank 0" not in str(caught.value):
+            break
     assert "sleep_in_a_named_place" in str(caught.value)
     assert "rank 0" not in str(caught.value)
 
