@@ -41,6 +41,7 @@ def few_finite(x: Tensor) -> Tensor:
 
 def with_nan(x: Tensor) -> Tensor:
     x = x.clone()
+    x[1:30:4] = INF
     x[[7, 70, 99]] = math.nan
     return x
 
@@ -74,7 +75,7 @@ HARD: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing finite": lambda x: torch.full_like(x, -INF),
     "one finite": one_finite,
     "few finite": few_finite,
-    "NaN": with_nan,
+    "NaN and infinite": with_nan,
     "infinite": lambda x: torch.where(torch.arange(VOCABULARY) % 40 == 0, INF, x),
     "denormal": lambda x: x * torch.finfo(x.dtype).smallest_normal / 8,
     "of any size": lambda x: torch.sign(x) * torch.exp(30 * x.abs()),
@@ -165,10 +166,12 @@ def test_a_list_holds_what_is_wanted_and_little_more() -> None:
 
 def test_a_list_without_room_is_cut_between_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_ROOM", 40)
-    logits = torch.zeros(3, 1000)
+    logits = torch.zeros(5, 1000)
     logits[1, 5::100] = 1.0
     logits[2] = 3 * normal(1000, seed=14).float()
+    logits[3, :41], logits[4, :40] = 1.0, 1.0
     lists = listed(logits, count=64)
+    assert lists[3:] == [[], [*range(40)]]
     assert lists[:2] == [[], [*range(5, 1000, 100)]]
     assert 0 < len(lists[2]) <= 40 and set(logits[2].topk(len(lists[2])).indices.tolist()) == set(lists[2])
 

@@ -3,7 +3,7 @@
 A row of the vocabulary is cut into ranges of up to 4096 ids, one program each; what ranges find is combined in the
 order of ranges, so the same row gives the same bits in any batch. ``greedy``: a launch for ranges, one for rows.
 
-Selections (top_k, top_p, the most likely ids) are ``triton_threshold``'s. A chained launch takes about 2 us; besides,
+Selections (top_k, top_p, the most likely ids) are ``triton_threshold``'s. Counted: a chained launch is 2 us; besides,
 passes over ranges wait for 0.5 MB a row from memory or the L2 cache (1 us), ``list_levels`` for 16 KB of counts, and
 the one program a row of ``_limit`` and ``_collect`` for two dependent loads (1.4 us) and some ten reads of the listed
 ids of 0.4 us for each limit.

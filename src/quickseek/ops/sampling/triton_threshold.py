@@ -8,7 +8,8 @@ power of two (``count_levels``). From all counts ``list_levels`` knows how many 
 their ids: usually a few dozen, at most as many as there is room for. One program a row then moves the ends of an
 interval of keys to listed ones until they meet (``search``) and counts ties in the order of ids (``last_tie``). Where
 the list falls short (equal logits, flat distributions at a high temperature), the same program does the same with the
-whole row: exact too, but every move of an end reads the row again, about 20 us, of which there are ten or so.
+whole row: exact too, but every move of an end reads the row again, 64 dependent loads of about 0.7 us at 129,280 ids,
+and there are ten or so.
 
 Sums are FP64 in an order that depends on the row alone.
 """
@@ -106,11 +107,13 @@ def scale_of(temperature, row):
 
 @triton.jit
 def level_of(x, largest):
-    """int32 levels [n] of logits: 0 for the largest (given as its key), never lower for a smaller one."""
+    """int32 levels [n] of logits: 0 for the largest (given as its key), never lower for a smaller one.
+
+    In a row with a NaN all but the largest have the same level, whichever it is.
+    """
     distance = (key_value(largest) - x).to(tl.float32)
     level = (distance.to(tl.int32, bitcast=True) >> 20) - FIRST_LEVEL
-    level = tl.where(distance != distance, LEVELS - 1, tl.minimum(tl.maximum(level, 0), LEVELS - 1))
-    return tl.where(order_key(x) == largest, 0, level)
+    return tl.where(order_key(x) == largest, 0, tl.minimum(tl.maximum(level, 0), LEVELS - 1))
 
 
 @triton.jit
