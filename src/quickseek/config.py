@@ -419,6 +419,8 @@ class EngineConfig:
     ``draft_sample_method``: "greedy", or "probabilistic" for drafts drawn at the request's temperature.
     ``draft_confidence_threshold``: verify only drafts whose cumulative confidence reaches it (0: all); its batches are
     paced by the host. ``guard_pools`` puts canaries around the caches and checks them after each step.
+    ``rank_check_interval``: engine ticks after which ranks compare a hash of what they decided (0: never; a check is a
+    round of messages between the hosts).
     """
 
     device: str = "cpu"
@@ -441,6 +443,7 @@ class EngineConfig:
     draft_sample_method: str = "greedy"
     draft_confidence_threshold: float = 0.0
     guard_pools: bool = False
+    rank_check_interval: int = 0
 
     @property
     def resolved_mode(self) -> str:
@@ -467,6 +470,7 @@ class EngineConfig:
         check("kv_cache_memory_bytes", self.kv_cache_memory_bytes > 0, "a positive number of bytes")
         check("num_prefix_snapshots", self.num_prefix_snapshots >= 0, "0 or more")
         check("prefix_snapshot_interval", self.prefix_snapshot_interval >= 0, "0 or more")
+        check("rank_check_interval", self.rank_check_interval >= 0, "0 or more")
         methods = DRAFT_SAMPLE_METHODS
         check("draft_sample_method", self.draft_sample_method in methods, f"one of {', '.join(methods)}")
         check("draft_confidence_threshold", 0.0 <= self.draft_confidence_threshold <= 1.0, "a number in [0, 1]")

@@ -107,6 +107,7 @@ class LLM:
             sampled_drafts=config.draft_sample_method == "probabilistic",
             confidence=config.draft_confidence_threshold,
             guarded=config.guard_pools,
+            rank_check_interval=config.rank_check_interval,
         )
         # Whatever changes a row of a cache is part of a cached prefix's name.
         facts = [str(self._directory.resolve()), self.config.to_dict(), str(self.model.numerics), config.decoder_replay]

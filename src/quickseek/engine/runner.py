@@ -14,6 +14,7 @@ from quickseek.engine.answer import Answer, RequestOutput, TokenLogprobs
 from quickseek.engine.batch import PrefillBatch
 from quickseek.engine.blocks import BlockPool
 from quickseek.engine.cycle import Cycle, Decision, Needs
+from quickseek.engine.decisions import Decisions
 from quickseek.engine.grammar import GrammarCompiler, mask_words
 from quickseek.engine.graphs import CudaGraphs, padded_sizes
 from quickseek.engine.peers import Peers
@@ -37,8 +38,8 @@ class RunnerOptions:
 
     ``sampled_drafts``: draw drafts at the request's temperature. ``snapshot_interval``: see ``SchedulerLimits``.
     ``guarded``: canaries around every pool, checked after each step. ``graphs``: replay decode steps from CUDA graphs
-    on a GPU. ``approximate_prefix``: reuse full blocks without
-    a snapshot by replaying a window (spec/model.md 9), which is not exact.
+    on a GPU. ``approximate_prefix``: reuse full blocks without a snapshot by replaying a window (spec/model.md 9),
+    which is not exact. ``rank_check_interval``: ticks after which ranks compare what they decided (0: never).
     """
 
     max_num_batched_tokens: int = 2048
@@ -49,6 +50,7 @@ class RunnerOptions:
     confidence: float = 0.0
     guarded: bool = False
     graphs: bool = True
+    rank_check_interval: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class Runner:
             snapshot_interval=options.snapshot_interval,
         )
         self.scheduler = Scheduler(limits, pool, prefix)
+        self.decisions = Decisions(self.model.world, options.rank_check_interval)
         self.answers: dict[str, Answer] = {}
         self._unread: deque[_Launched] = deque()
         self._batch = _Batch()
@@ -232,8 +235,10 @@ class Runner:
         self._use_device(self.pools.device)
         if not self._unread:
             self.peers.check()
+        tick = self.scheduler.schedule()
+        self.decisions.saw(tick)
         with self.peers.deferred():
-            return self._run(self.scheduler.schedule())
+            return self._run(tick)
 
     def _run(self, tick: Tick) -> list[Update]:
         for save in tick.saves:
