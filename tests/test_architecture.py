@@ -302,7 +302,8 @@ def test_pages_name_what_is_there() -> None:
 
 def test_every_benchmark_is_listed_with_its_question() -> None:
     page = written()["docs/testing.md"]
-    # Cases of operations (ops_linear.py and others, in the form of op_case.py) are run by ops.py; step.py uses timeline.py.
+    # Cases of operations (ops_linear.py and so on, in the form of op_case.py) are run by ops.py, and step.py draws with
+    # timeline.py.
     parts = ("ops_", "op_case", "timeline")
     names = [p.name for p in (ROOT / "benchmarks").glob("*.py") if not p.name.startswith(parts)]
     assert names and not [name for name in names if f"benchmarks/{name}" not in page]
