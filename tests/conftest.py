@@ -1,5 +1,7 @@
 """Fixtures of all tests: the golden checkpoint and the miniature as models, loaded once in a session."""
 
+import multiprocessing
+
 import pytest
 import torch
 
@@ -8,9 +10,14 @@ import interpreter  # before anything that defines kernels
 # isort: split
 import golden_data
 from quickseek.model.causal_lm import CausalLM
+from quickseek.parallel import launch
 
 # The models of the tests are too small for a second thread to help, and threads that wait for a core do harm.
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # Ranks of tests come from a process that has loaded what they need: to load it takes longer than most of them run.
+    launch.START_METHOD = "forkserver"
+    multiprocessing.set_forkserver_preload(["pytest", "hypothesis", "quickseek.llm", "torch.distributed"])
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from quickseek import LLM, SamplingParams
 from quickseek.checkpoint.miniature import write_miniature
-from quickseek.cli import app, figures
+from quickseek.cli import app, figures, main
 from quickseek.engine.answer import RequestOutput
 from quickseek.errors import CheckpointError, ConfigError, PromptError, QuickseekError, TokenizerError
 from quickseek.model.causal_lm import CausalLM
@@ -299,25 +299,35 @@ def test_figures_of_drafts_that_were_cut_short_count_their_step(directory: Path)
         assert f"1 of {drafted} drafts accepted ({shares} by position)" in figures(llm, output)
 
 
-def test_the_command_line_ends_with_one_line_for_a_users_error(directory: Path, tmp_path: Path) -> None:
-    def quickseek(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "quickseek.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_the_command_line_ends_with_one_line_for_a_users_error(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
 
-    missing = quickseek("generate", "--model", str(tmp_path / "nowhere"), "--prompt", "x")
-    assert missing.returncode == 2 and missing.stderr.startswith("error: ") and "nowhere" in missing.stderr
-    assert "Traceback" not in missing.stderr
-    both = quickseek("generate", "--model", str(directory), "--prompt", "x", "--chat", "y")
-    assert both.returncode == 2 and "--prompt or --chat" in both.stderr
-    taken = quickseek("tiny", str(directory))
-    assert taken.returncode == 2 and str(directory) in taken.stderr
+    def quickseek(*arguments: str) -> tuple[int | str | None, str]:
+        """Exit code and stderr."""
+        monkeypatch.setattr(sys, "argv", ["quickseek", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().err
+
+    nowhere = ["generate", "--model", str(tmp_path / "nowhere"), "--prompt", "x"]
+    code, said = quickseek(*nowhere)
+    assert code == 2 and said.startswith("error: ") and "nowhere" in said and "Traceback" not in said
+    command = [sys.executable, "-m", "quickseek.cli", *nowhere]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (process.returncode, process.stderr) == (code, said)
+    code, said = quickseek("generate", "--model", str(directory), "--prompt", "x", "--chat", "y")
+    assert code == 2 and "--prompt or --chat" in said
+    code, said = quickseek("tiny", str(directory))
+    assert code == 2 and str(directory) in said
     for arguments, words in (
         (("tiny", str(tmp_path / "new"), "--config", "huge"), "config = 'huge': expected one of tiny"),
         (("tiny", "/proc/nowhere"), "/proc"),
         (("generate", "--model", str(directory), "--chat", "x", "--effort", "\u00b2"), "reasoning_effort"),
     ):
-        wrong = quickseek(*arguments)
-        assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and words in wrong.stderr
+        code, said = quickseek(*arguments)
+        assert code == 2 and said.startswith("error: ") and words in said
     assert not list(tmp_path.iterdir())
 
 

@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from quickseek.errors import RankFailure, WorldError
+from quickseek.parallel import launch
 from quickseek.parallel.launch import spawn, world_from_environment
 from quickseek.parallel.world import SoloWorld, World, default_world
+
+
+@pytest.fixture(autouse=True)
+def from_nothing(monkeypatch):
+    """Ranks begin as they do outside of tests."""
+    monkeypatch.setattr(launch, "START_METHOD", "spawn")
 
 
 def report(world: World, addend: int) -> tuple[int, int, int, bool]:

@@ -24,6 +24,9 @@ from quickseek.errors import RankFailure, WorldError
 from quickseek.parallel.world import DistributedWorld, SoloWorld, World, set_default_world
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+START_METHOD = "spawn"
+"""How processes of ``spawn`` begin: anew, or as "forkserver", which begins them from one that has loaded its modules,
+in the environment variables of the first call."""
 GRACE_S = 3.0
 """How long the other ranks get to report, once one has failed, before they are ended."""
 TRACE_S = 2.0
@@ -81,7 +84,7 @@ def spawn(
     """
     if size < 1:
         raise WorldError(f"cannot spawn {size} ranks: expected at least one")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START_METHOD)
     with tempfile.TemporaryDirectory(prefix="quickseek-") as folder:
         ranks: list[_Rank] = []
         try:
