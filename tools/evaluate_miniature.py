@@ -24,7 +24,7 @@ PROMPT_TOKENS, ANSWER_TOKENS = 64, 96
 
 
 def bits(options: argparse.Namespace) -> Figures:
-    """Bits per byte of the whole held-out text, beside byte n-gram models of the text trained on."""
+    """Bits per byte of held-out text, beside byte n-gram models of the text trained on."""
     windows = held_out_windows(options.text, CONTEXT + 1, options.windows or 10**6)
     losses = report.Scorer(options.model).losses(windows)
     tokenizer = Tokenizer.from_directory(options.model)
@@ -46,10 +46,10 @@ def modes(options: argparse.Namespace) -> Figures:
 
 
 def mechanisms(options: argparse.Namespace) -> Figures:
-    """Perplexity without each mechanism."""
+    """Perplexity without each mechanism, and what that costs window by window."""
     windows = held_out_windows(options.text, CONTEXT + 1, options.windows or 60)
-    for name, value, error in report.ablations(report.Scorer(options.model), windows):
-        yield {"figure": "ablation", "model": name, "perplexity": round(value, 3), "standard_error": round(error, 3)}
+    for found in report.ablations(report.Scorer(options.model), windows):
+        yield {"figure": "ablation", **found}
 
 
 def drafts(options: argparse.Namespace) -> Figures:

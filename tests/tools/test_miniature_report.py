@@ -32,9 +32,15 @@ def test_the_whole_sequence_losses_are_the_stock_models(directory: Path) -> None
 
 
 def test_every_ablation_differs_from_the_whole_model(directory: Path) -> None:
-    windows = prompt(60)[None].repeat(2, 1)
-    found = {name: value for name, value, _ in report.ablations(report.Scorer(directory), windows)}
-    assert len(found) == 5 and len(set(found.values())) == 5
+    windows = torch.stack([prompt(60), prompt(60, 2)])
+    whole, *others = report.ablations(report.Scorer(directory), windows)
+    assert len(others) == 4 and len({found["perplexity"] for found in (whole, *others)}) == 5
+    assert whole["cost"] == whole["cost_error"] == 0
+    for found in others:
+        perplexity, cost = found["perplexity"], found["cost"]
+        assert isinstance(perplexity, float) and isinstance(cost, float)
+        assert isinstance(whole["perplexity"], float)
+        assert math.log(perplexity / whole["perplexity"]) == pytest.approx(cost, abs=1e-4)
 
 
 def test_accepted_lengths_count_what_the_engine_accepted(directory: Path) -> None:
@@ -45,6 +51,11 @@ def test_accepted_lengths_count_what_the_engine_accepted(directory: Path) -> Non
     assert isinstance(at, list) and len(at) == 5 and at == sorted(at, reverse=True)
     assert found["mean_accepted"] == pytest.approx(sum(at), abs=2e-3)
     assert found["tokens"] == 12
+
+
+def test_an_answer_that_repeats_itself_has_few_different_sequences() -> None:
+    assert report.distinct([1, 2, 3, 4, 5, 6], 4) == 1.0
+    assert report.distinct([1, 2] * 6, 4) == pytest.approx(2 / 9)
 
 
 def test_the_error_of_a_mean_is_that_of_its_prompts() -> None:

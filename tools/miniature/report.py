@@ -1,7 +1,7 @@
 """Figures of a finished miniature, from its packed checkpoint on a CPU: text, mechanisms, drafts."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,13 +23,14 @@ from quickseek.tokenizer.compressed_ids import compressed_id_table
 from quickseek.tokenizer.tokenizer import Tokenizer
 
 ABLATIONS = {
-    "whole": Faults(),
     "without the n-gram memory": Faults(engram=True),
     "without global KV": Faults(global_kv=True),
     "without the candidate filter": Faults(candidates=True),
     "with the first stream for every sublayer": Faults(pre=True),
 }
 AT_ONCE = 8
+REPETITIVE = 0.6
+"""Share of different sequences of four tokens, below which an answer repeats itself."""
 
 
 class Scorer:
@@ -79,12 +80,27 @@ def perplexity(losses: Tensor) -> float:
     return math.exp(float(losses.double().mean()))
 
 
-def ablations(scorer: Scorer, windows: Tensor) -> Iterator[tuple[str, float, float]]:
-    """Name, perplexity, and its standard error over windows, for the whole model and for each mechanism left out."""
-    for name, faults in ABLATIONS.items():
-        losses = scorer.losses(windows, faults).double()
-        spread = float(losses.mean(1).std()) / math.sqrt(losses.shape[0])
-        yield name, perplexity(losses), perplexity(losses) * spread
+def ablations(scorer: Scorer, windows: Tensor) -> Iterator[dict[str, object]]:
+    """Perplexity of the whole model and without each mechanism, and its standard error over windows.
+
+    ``cost``: nats a token above the whole model's, ``cost_error`` from its spread over the same windows.
+    """
+    whole = scorer.losses(windows).double().mean(1)
+    for name, faults in {"whole": None, **ABLATIONS}.items():
+        losses = whole if faults is None else scorer.losses(windows, faults).double().mean(1)
+        value = perplexity(losses)
+        yield {
+            "model": name,
+            "perplexity": round(value, 3),
+            "standard_error": round(value * _error(losses), 3),
+            "cost": round(float((losses - whole).mean()), 4),
+            "cost_error": round(_error(losses - whole), 4),
+        }
+
+
+def _error(values: Tensor) -> float:
+    """Standard error of the mean of independent values [N]."""
+    return float(values.std()) / math.sqrt(len(values))
 
 
 # ---------------------------------------------------------------------------------------------- drafts
@@ -96,7 +112,7 @@ def accepted_lengths(
     """Mean accepted drafts of five and acceptance by position, over what the engine writes after ``prompts``.
 
     ``standard_error``: of the mean, from its spread over the prompts. ``at``: how often each draft of a block was
-    accepted, which needs all before it.
+    accepted, which needs all before it. ``repetitive``: answers of which few sequences of tokens are different ones.
     """
     llm = LLM(directory, num_speculative_tokens=5, draft_sample_method=method, mode=mode)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1, ignore_eos=True)
@@ -113,8 +129,15 @@ def accepted_lengths(
         "at": [round(count / cycles, 3) for count in at],
         "cycles": round(cycles),
         "tokens": sum(len(output.token_ids) for output in outputs),
+        "repetitive": sum(distinct(output.token_ids) < REPETITIVE for output in outputs),
         "text": outputs[0].text,
     }
+
+
+def distinct(ids: Sequence[int], length: int = 4) -> float:
+    """The share of different ones among all sequences of ``length`` tokens of an answer."""
+    found = [tuple(ids[start : start + length]) for start in range(len(ids) - length + 1)]
+    return len(set(found)) / len(found)
 
 
 def ratio_error(parts: list[int], wholes: list[float]) -> float:
