@@ -84,7 +84,7 @@ def spawn(
     """
     if size < 1:
         raise WorldError(f"cannot spawn {size} ranks: expected at least one")
-    context = multiprocessing.get_context(START_METHOD)
+    context: Any = multiprocessing.get_context(START_METHOD)
     with tempfile.TemporaryDirectory(prefix="quickseek-") as folder:
         ranks: list[_Rank] = []
         try:
