@@ -3,7 +3,8 @@
 First ``python tools/train_miniature.py --prepare`` where the two text packages are installed (tools/miniature/corpus.py
 names them, their versions and licences); then, on one GPU, ``python tools/train_miniature.py --out DIR --minutes 8``.
 The result is ``miniature.tar`` (a checkpoint directory in the released formats), the log as JSON lines, and the fp32
-weights. ``--state FILE`` keeps what a later call needs to go on; ``--steps`` and ``--draft-steps`` replace the clock.
+weights. ``--state FILE`` keeps what a later call needs to go on, ten times a phase; ``--steps`` and ``--draft-steps``
+replace the clock.
 
 ``--backbone DIR`` goes on with the drafter of a checkpoint and leaves its backbone as it is, to the bit; ``--own-text``
 gives it answers of that model (tools/write_text.py) beside the text.
@@ -86,9 +87,9 @@ def arguments() -> argparse.Namespace:
 
 
 class Run:
-    """One training run: its setting, weights and phases."""
+    """One training run: its setting, weights and phases. It starts from ``kept`` weights if there are any."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, kept: dict[str, Tensor] | None = None) -> None:
         self.options, self.device = options, torch.device(options.device)
         self.graph = self.device.type == "cuda" and not options.eager
         self.config: ModelConfig = config_for(options.data)
@@ -107,7 +108,8 @@ class Run:
             greedy=options.greedy,
         )
         self.source = Checkpoint.open(options.backbone) if options.backbone else None
-        self.weights = {name: w.to(self.device) for name, w in self._starting_weights().items()}
+        starting = self._starting_weights() if kept is None else kept
+        self.weights = {name: w.to(self.device) for name, w in starting.items()}
 
     def _starting_weights(self) -> dict[str, Tensor]:
         if self.source is None:
@@ -222,17 +224,18 @@ class Run:
 def train(options: argparse.Namespace) -> None:
     """Both phases, or the drafter's alone, with a checkpoint after each."""
     options.out.mkdir(parents=True, exist_ok=True)
-    run = Run(options)
+    kept = torch.load(options.state, map_location=options.device) if options.state and options.state.exists() else None
+    # The drafter's phase takes states of the backbone as soon as it is made.
+    run = Run(options, None if kept is None else kept["weights"])
     log = Log(options.out / "log.jsonl", START)
     log.write("start", 0, 0.0, device=str(run.device), torch=torch.__version__)
-    kept = torch.load(options.state, map_location=run.device) if options.state and options.state.exists() else None
     backbone_limit, draft_limit = run.limits()
     if options.backbone is None and (kept is None or kept["name"] == "backbone"):
         phase = run.backbone_phase()
         if kept is not None:
             phase.restore(kept)
             kept = None
-        phase.run(backbone_limit, log)
+        phase.run(backbone_limit, log, state=options.state)
         run.write()
         log.write("written", phase.step, 1.0)
     if options.minutes is None and not options.draft_steps:
@@ -244,9 +247,7 @@ def train(options: argparse.Namespace) -> None:
         phase.restore(kept)
     elif options.backbone is not None:
         log.write("draft", phase.step, 0.0, **phase.measure())
-    phase.run(draft_limit, log)
-    if options.state:
-        torch.save(phase.state(), options.state)
+    phase.run(draft_limit, log, state=options.state)
     run.write()
     log.write("written", phase.step, 1.0)
 

@@ -5,6 +5,7 @@ import json
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,11 +35,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+SIZES = "--context 64 --sequences 2 --batch 2 --draft-batch 2 --anchors 2 --windows 1 --warmup 1 --draft-steps 2"
+
+
 def options(monkeypatch: pytest.MonkeyPatch, texts: Path, out: Path, *more: str) -> argparse.Namespace:
     """Those of two steps of the drafter."""
-    sizes = "--context 64 --sequences 2 --draft-batch 2 --anchors 2 --windows 1 --warmup 1 --draft-steps 2 --device cpu"
     paths = f"--data {texts} --out {out} --backbone {resolve('miniature')} --own-text {texts / 'own-000.npz'}"
-    monkeypatch.setattr(sys, "argv", ["train_miniature.py", *sizes.split(), *paths.split(), *more])
+    monkeypatch.setattr(sys, "argv", ["train_miniature.py", "--device", "cpu", *SIZES.split(), *paths.split(), *more])
     return train_miniature.arguments()
 
 
@@ -74,8 +77,7 @@ def test_a_resumed_drafter_has_the_bits_of_one_that_ran_through(
     train_miniature.train(options(monkeypatch, texts, whole))
     of = options(monkeypatch, texts, halves, "--state", str(state))
     phase = train_miniature.Run(of).draft_phase()
-    phase.run(Limit(2), Log(tmp_path / "log.jsonl", 0.0, echo=False), stop_at=1)
-    torch.save(phase.state(), state)
+    phase.run(Limit(2), Log(tmp_path / "log.jsonl", 0.0, echo=False), stop_at=1, state=state)
     train_miniature.train(of)
     first, second = written(whole), written(halves)
     for name in first.names:
@@ -84,6 +86,36 @@ def test_a_resumed_drafter_has_the_bits_of_one_that_ran_through(
     assert not torch.equal(
         phase.weights["mtp.0.attn.wkv.weight"], torch.load(state)["weights"]["mtp.0.attn.wkv.weight"]
     )
+
+
+@pytest.mark.parametrize("place", ["backbone", "drafter"])
+def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(
+    place: str, monkeypatch: pytest.MonkeyPatch, texts: Path, tmp_path: Path
+) -> None:
+    def train(out: Path) -> None:
+        words = f"--data {texts} --out {out} --steps 2 --state {out}.state"
+        monkeypatch.setattr(sys, "argv", ["train_miniature.py", "--device", "cpu", *SIZES.split(), *words.split()])
+        train_miniature.train(train_miniature.arguments())
+
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train(whole)
+    source: Any = train_miniature.data if place == "backbone" else train_miniature.Material
+    draw = source.draw
+
+    def interrupted(*arguments: Any) -> Any:
+        step = arguments[-1]
+        if step == 1:
+            raise KeyboardInterrupt
+        return draw(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(source, "draw", interrupted)
+        train(halves)
+    assert torch.load(f"{halves}.state")["step"] == 1
+    train(halves)
+    first, second = written(whole), written(halves)
+    for tensor in first.names:
+        assert torch.equal(first.read(tensor).view(torch.uint8), second.read(tensor).view(torch.uint8)), tensor
 
 
 def test_another_tokenizer_than_the_checkpoints_is_refused(

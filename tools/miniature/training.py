@@ -187,8 +187,8 @@ class Phase:
     measurements: int = 10
     step: int = 0
 
-    def run(self, limit: Limit, log: "Log", stop_at: int | None = None) -> None:
-        """Train until the limit, or until ``stop_at`` steps are done."""
+    def run(self, limit: Limit, log: "Log", stop_at: int | None = None, state: Path | None = None) -> None:
+        """Train until the limit, or until ``stop_at`` steps are done; each measurement leaves the file ``state``."""
         stepper, rounding, measured = None, None, 0
         progress = limit.progress(self.step)
         while progress < 1.0 and (stop_at is None or self.step < stop_at):
@@ -209,12 +209,20 @@ class Phase:
             if progress * self.measurements >= measured + 1 or progress >= 1.0:
                 measured = int(progress * self.measurements)
                 log.write(self.name, self.step, progress, **self.measure())
+                if state is not None:
+                    self.save(state)
         for parameter in stepper.parameters if stepper is not None else ():
             parameter.grad = None
 
     def state(self) -> dict[str, Any]:
         """What ``restore`` needs to go on bit for bit."""
         return {"name": self.name, "step": self.step, "weights": self.weights, "optimizer": self.optimizer.state_dict()}
+
+    def save(self, file: Path) -> None:
+        """Replace ``file`` by the state, at once."""
+        part = file.with_name(f"{file.name}.part")
+        torch.save(self.state(), part)
+        part.replace(file)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken. ValueError if it is of another phase."""
