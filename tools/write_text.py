@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from miniature.corpus import BEGIN_ID, END_ID
+from miniature.corpus import END_ID
+from miniature.data import BEGIN
 from quickseek import LLM, SamplingParams
 
 LEAST_TEMPERATURE = 0.6
@@ -29,7 +30,7 @@ def prompts(text: np.ndarray, number: int, count: int, tokens: int) -> np.ndarra
     anywhere = np.random.default_rng(number + 1).integers(len(text) - tokens + 1, size=count - count // 2)
     starts = np.concatenate((turn, anywhere))
     windows = text[starts[:, None] + np.arange(tokens)].astype(np.int64)
-    return np.pad(windows, ((0, 0), (1, 0)), constant_values=BEGIN_ID)
+    return np.pad(windows, ((0, 0), (1, 0)), constant_values=BEGIN)
 
 
 def sampling(number: int, tokens: int) -> SamplingParams:

@@ -21,6 +21,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quickseek.checkpoint.miniature_tokenizer import CONTROL_TOKENS, tokenizer_files
+from quickseek.tokenizer import dsml
 
 AUSTEN = Path("/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb")
 HELD_OUT_CHAPTERS = 2
@@ -28,7 +29,7 @@ LEAST_CHAPTERS = 5
 EDITOR_NOTE = "A NOTE ON THE TEXT"
 """Where an editor of our time takes over at the end of one novel."""
 DOCUMENT_BREAK = "\f"
-END_ID, BEGIN_ID = 1, 0
+END_ID = CONTROL_TOKENS.index(dsml.END_OF_SENTENCE)
 
 
 @dataclass(frozen=True)
