@@ -100,13 +100,16 @@ def generate(
 
 @app.command()
 def doctor(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory, for its needs and memory plan.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help='Checkpoint directory or "miniature", for its needs and memory plan.')
+    ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="Ranks, one GPU each.")] = 1,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     mode: Annotated[str, typer.Option(help="auto, exact or trained (spec/equality.md).")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest context, prompt and answer together.")] = None,
 ) -> None:
     """Print what this machine has, and what the specialized decode needs and does not find."""
+    from quickseek.checkpoint.hub import resolve
     from quickseek.config import EngineConfig, ModelConfig
     from quickseek.decode.gates import FUSED_MHC_MAX_ROWS
     from quickseek.decode.probes import probes
@@ -120,8 +123,9 @@ def doctor(
         typer.echo(str(probe))
     config = None
     if model is not None:
-        config = ModelConfig.from_file(model)
-        weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        directory = resolve(model)
+        config = ModelConfig.from_file(directory)
+        weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         typer.echo(f"{'weights:':<24}{weights / (1 << 30):.2f} GiB on disk")
         typer.echo(str(memory_plan(options, config)))
     missing = unsupported(options, config)

@@ -55,3 +55,7 @@ def test_a_package_that_is_absent_is_said_to_be_needed_for_something(monkeypatch
 def test_a_command_that_is_not_there_is_an_unknown_finding_and_no_error():
     assert probes._command("quickseek-has-no-such-command").startswith("unknown (")
     assert probes._command("echo", "there") == "there"
+
+
+def test_the_model_may_be_the_miniature_by_name():
+    assert "weights:                0.01 GiB on disk" in doctor("--model", "miniature")
