@@ -50,7 +50,7 @@ def target_distribution() -> torch.Tensor:
 
 def draws(count: int, *, drafts: int, sampled: bool) -> torch.Tensor:
     """How often each (second, third token) came, [8, 8]."""
-    runner = make_runner(drafts=drafts, max_num_seqs=64, snapshots=0, sampled_drafts=sampled)
+    runner = make_runner(drafts=drafts, max_num_seqs=256, snapshots=0, sampled_drafts=sampled)
     table = torch.zeros(8, 8)
     for first in range(0, count, 512):
         requests = [
