@@ -24,6 +24,7 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parent))
 from op_case import Build, Case
+from timeline import Bar
 
 COLD_BYTES = 192 << 20
 """Bytes that the copies of a call must exceed together: three times the L2 cache of an H200."""
@@ -65,14 +66,20 @@ def replay_us(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times[2:])
 
 
+def launched_by(call: Callable[[], object]) -> list[Bar]:
+    """The kernels and copies of one call, or replay."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if str(event.device_type).endswith("CUDA")]
+    return [Bar(event.name, event.time_range.start, event.time_range.end) for event in events]
+
+
 def launches(call: Callable[[], object]) -> int:
     """Kernels and copies that one call launches."""
     call()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return sum(str(event.device_type).endswith("CUDA") for event in profile.events())
+    return len(launched_by(call))
 
 
 def copies_for(size: int) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from full_size_layers import CONFIG, FP4_SCALES, FP8_SCALES
-from ops import plain_read_us
+from ops import launched_by, plain_read_us
 from quickseek.config import DecodeConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.gates import PATHS
@@ -231,7 +231,7 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
     graph, step = graphs._captured(lambda: cycle.verify(graphs._slots, pools.reach, rows - 1))
     assert bool(step.logits.isfinite().all()), "the logits are not finite"
     times = graph_us(graph, replays)
-    bars = launches_of(graph)
+    bars = launched_by(graph.replay)
     cycle.drafts = 0
     needs = Needs(sampled=False, penalties=False, bias=False, min_tokens=False, masks=False, logprobs=None)
     decide, _ = graphs._captured(lambda: cycle.decide(step, needs))
@@ -250,15 +250,6 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
         "launches": len(bars),
         "decide_us": round(graph_us(decide, replays)[replays // 2], 1),
     }, bars
-
-
-def launches_of(graph: torch.cuda.CUDAGraph) -> list[Bar]:
-    """Kernels and copies of one replay."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        graph.replay()
-        torch.cuda.synchronize()
-    events = [event for event in profile.events() if str(event.device_type).endswith("CUDA")]
-    return [Bar(event.name, event.time_range.start, event.time_range.end) for event in events]
 
 
 def shares(bars: list[Bar]) -> dict[str, tuple[int, float]]:
