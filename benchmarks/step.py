@@ -1,24 +1,30 @@
 """Time of one decode step of a full-size rank on this GPU, from a CUDA graph, over what its memory reads allow.
 
     python benchmarks/step.py [--ranks 4] [--layers 40] [--steps 1x1,1x6,8x1,8x6] [--context 4096] [--out FILE]
+    python benchmarks/step.py --peers --ranks 2 --layers 32 --paths stock,stock_nccl,specialized
 
 A step BxR runs B requests of R rows (the anchor and R - 1 drafts) at ``--context`` committed positions. Weights are
 synthetic, made on the GPU: random codes, scales that keep values of the size of their inputs, n-gram tables cut to
-``--engram-rows`` rows a layer. Peers are missing: the stock path sums nothing, and the specialized path stores its
-contributions where peers would have stored theirs (``LoopbackFabric``) and embeds as stock does, since no peer sends
-its part of the table. The floor is the time of a plain read of the bytes that the step must read (weights but those of
-experts nobody chose, and cache rows), at the rate of one long read in the same run. Prints a JSON line for each step
-and path.
+``--engram-rows`` rows a layer. Without ``--peers`` there are none: the stock path sums nothing, and the specialized
+path stores its contributions where peers would have stored theirs (``LoopbackFabric``) and embeds as stock does, since
+no peer sends its part of the table. With ``--peers`` each rank is a process with a GPU of its own, all hold the same
+weights (a shard of one is that of the others), and rank 0 prints; "stock_nccl" is the stock path with NCCL's own
+all-reduce in place of the gather and ordered sum of ``World.all_reduce``. Replays follow one another without a wait of
+the host; a step's time is that between two events. The floor is the time of a plain read of the bytes that the step
+must read (weights but those of experts nobody chose, and cache rows), at the rate of one long read in the same run.
+Prints a JSON line for each step and path.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -40,11 +46,15 @@ from quickseek.model.moe import Router
 from quickseek.numerics import Numerics
 from quickseek.ops.linear import Fp8Weight
 from quickseek.parallel.fabric import LoopbackFabric
+from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import SoloWorld, World
 from timeline import Bar, middle, picture
 
 READ_BYTES = 1 << 30
 NEEDS_PEERS = "replicated_embedding"
+TIMEOUT_S = 560.0
+IN_A_ROW = 200
+"""Replays that are launched before the host waits."""
 """What cannot be built without them."""
 
 
@@ -191,16 +201,29 @@ def cache_bytes(config: ModelConfig, pools: Pools, batch: int, rows: int, contex
 
 
 def graph_us(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Sorted microseconds of ``count`` replays, from device events."""
+    """Sorted microseconds of ``count`` replays that follow one another, from device events between them."""
     times = []
-    for _ in range(count + 5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times[5:])
+    while len(times) < count:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(min(count - len(times), IN_A_ROW) + 3)]
+        for event in events:
+            graph.replay()
+            event.record()
+        events[-1].synchronize()
+        times += [one.elapsed_time(other) * 1e3 for one, other in pairwise(events[1:-1])]
+    return sorted(times)
+
+
+@contextmanager
+def summed_by_nccl(world: World, active: bool) -> Iterator[None]:
+    """Sums over ranks by NCCL's all-reduce inside, if ``active``."""
+
+    def all_reduce(x: Tensor) -> Tensor:
+        total = x.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    with patch.object(world, "all_reduce", all_reduce) if active else nullcontext():
+        yield
 
 
 @torch.inference_mode()
@@ -280,32 +303,45 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="print what each kernel takes of a step")
     parser.add_argument("--timeline", type=Path, help="folder for a picture of a layer of each step")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--peers", action="store_true", help="all ranks, each a process with a GPU of its own")
     args = parser.parse_args()
+    if args.peers:
+        spawn(run, args.ranks, args, device="cuda", timeout_s=TIMEOUT_S)
+        return
     device = torch.device("cuda", 0)
+    run(SoloWorld(device) if args.ranks == 1 else MissingPeers(args.ranks, device), args)
+
+
+def run(world: World, args: argparse.Namespace) -> None:
+    """Measure what was asked for on this rank."""
+    device = world.device
     config = cut(ModelConfig.from_file(CONFIG), args.layers)
-    world: World = SoloWorld(device) if args.ranks == 1 else MissingPeers(args.ranks, device)
     model = synthetic(config, world, args.engram_rows)
     model.set_token_map(torch.arange(config.vocab_size) % config.engram_compressed_vocab_size)
     model.backbone.hashes = Hashed(model.backbone.hashes, args.engram_rows)  # type: ignore[assignment]
     conditions = {
         "device": torch.cuda.get_device_name(device), "ranks": args.ranks, "layers": args.layers,
-        "context": args.context, "peers": "none", "torch": torch.__version__, "triton": triton.__version__,
-        "replays": args.replays, "weights_gb": round(sum(p.nbytes for p in model.parameters()) / 1e9, 1),
+        "context": args.context, "peers": args.ranks - 1 if args.peers else "none", "torch": torch.__version__,
+        "triton": triton.__version__, "replays": args.replays,
+        "weights_gb": round(sum(p.nbytes for p in model.parameters()) / 1e9, 1),
     }  # fmt: skip
-    without = (NEEDS_PEERS if args.ranks > 1 else "") if args.off is None else args.off
+    without = (NEEDS_PEERS if args.ranks > 1 and not args.peers else "") if args.off is None else args.off
     usual = tuple(name for name in without.split(",") if name)
     runs = [(path, usual) for path in args.paths.split(",")]
     if args.ablation:
         runs += [("specialized", (*usual, path)) for path in PATHS if path not in usual]
     for path, off in runs:
-        model.backbone.executor = None
+        model.backbone.executor = model.head.gather = None
         if path == "specialized":
-            model.backbone.executor = SpecializedDecode(
-                model.backbone, DecodeConfig(off=off), model.head, fabric=LoopbackFabric(args.ranks, device)
-            )
+            fabric = None if args.peers else LoopbackFabric(args.ranks, device)
+            executor = SpecializedDecode(model.backbone, DecodeConfig(off=off), model.head, fabric=fabric)
+            model.backbone.executor = executor
         for step in args.steps.split(","):
             batch, rows = (int(part) for part in step.split("x"))
-            line, bars = measure(model, batch, rows, args.context, args.replays)
+            with summed_by_nccl(world, path == "stock_nccl"):
+                line, bars = measure(model, batch, rows, args.context, args.replays)
+            if world.rank > 0:
+                continue
             line = {"path": path, "off": off if path == "specialized" else (), "step": step, **line}
             print(json.dumps(line), flush=True)
             if args.kernels:
