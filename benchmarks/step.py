@@ -35,7 +35,7 @@ from full_size_layers import CONFIG, FP4_SCALES, FP8_SCALES
 from ops import launched_by, plain_read_us
 from quickseek.config import DecodeConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
-from quickseek.decode.gates import PATHS
+from quickseek.decode.gates import GATES, PATHS, Gates, device_kind
 from quickseek.engine.cycle import Cycle, Needs
 from quickseek.engine.graphs import CudaGraphs
 from quickseek.engine.pools import Pools
@@ -299,6 +299,7 @@ def main() -> None:
     parser.add_argument(
         "--off", help=f"paths of the specialized decode to leave out (default with several ranks: {NEEDS_PEERS})"
     )
+    parser.add_argument("--gates", default="", help="limits of paths in place of the device's: side_stream=48,...")
     parser.add_argument("--ablation", action="store_true", help="the specialized path without each of its paths too")
     parser.add_argument("--kernels", action="store_true", help="print what each kernel takes of a step")
     parser.add_argument("--timeline", type=Path, help="folder for a picture of a layer of each step")
@@ -310,6 +311,12 @@ def main() -> None:
         return
     device = torch.device("cuda", 0)
     run(SoloWorld(device) if args.ranks == 1 else MissingPeers(args.ranks, device), args)
+
+
+def changed_gates(device: torch.device, changes: str) -> Gates:
+    """The gates of the device with the limits in "path=rows,path=rows" in place of its own."""
+    limits = dict(change.split("=") for change in changes.split(",") if change)
+    return replace(GATES[device_kind(device)], **{path: int(rows) for path, rows in limits.items()})
 
 
 def run(world: World, args: argparse.Namespace) -> None:
@@ -334,7 +341,13 @@ def run(world: World, args: argparse.Namespace) -> None:
         model.backbone.executor = model.head.gather = None
         if path == "specialized":
             fabric = None if args.peers else LoopbackFabric(args.ranks, device)
-            executor = SpecializedDecode(model.backbone, DecodeConfig(off=off), model.head, fabric=fabric)
+            executor = SpecializedDecode(
+                model.backbone,
+                DecodeConfig(off=off),
+                model.head,
+                gates=changed_gates(device, args.gates),
+                fabric=fabric,
+            )
             model.backbone.executor = executor
         for step in args.steps.split(","):
             batch, rows = (int(part) for part in step.split("x"))
@@ -342,7 +355,13 @@ def run(world: World, args: argparse.Namespace) -> None:
                 line, bars = measure(model, batch, rows, args.context, args.replays)
             if world.rank > 0:
                 continue
-            line = {"path": path, "off": off if path == "specialized" else (), "step": step, **line}
+            line = {
+                "path": path,
+                "off": off if path == "specialized" else (),
+                "gates": args.gates,
+                "step": step,
+                **line,
+            }
             print(json.dumps(line), flush=True)
             if args.kernels:
                 for name, (count, total) in shares(bars).items():
