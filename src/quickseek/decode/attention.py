@@ -6,16 +6,17 @@ from torch import Tensor
 
 from quickseek.decode.boundary import Quantised
 from quickseek.decode.gates import DecodeStep
+from quickseek.decode.row_shard import RowShard
 from quickseek.decode.streams import SideStream
 from quickseek.model.attention import Attention, DraftAttention
 from quickseek.model.context import StepShared
 
 
 class AttentionStep:
-    """Attention of one target layer."""
+    """Attention of one target layer. ``row_shard``: how ranks divide its selections; None: they do not."""
 
-    def __init__(self, attention: Attention, side: SideStream) -> None:
-        self.attention, self.side = attention, side
+    def __init__(self, attention: Attention, side: SideStream, row_shard: RowShard | None = None) -> None:
+        self.attention, self.side, self.row_shard = attention, side, row_shard
 
     def run(self, x: Tensor, quant: Quantised | None, shared: StepShared, step: DecodeStep) -> Tensor:
         """This rank's share of the output [m, H] of the normalised input x [m, H].
@@ -32,7 +33,12 @@ class AttentionStep:
         latent, kv = attention.latents(x, shared.turns[attention.reads_global])
         # Index keys and global rows of this step are read by the scores and by attention itself.
         self.side.join()
-        out = attention.attend(x, latent, kv, shared, context)
+        if step.row_shard and attention.indexer is not None:
+            assert self.row_shard is not None
+            shared.publish(self.row_shard.select(attention.indexer, x, latent, shared, context))
+        else:
+            attention.select(x, latent, shared, context)
+        out = attention.attend(latent, kv, shared, context)
         attention.keep_window(kv, shared, context)
         return out
 

@@ -21,6 +21,7 @@ from quickseek.decode.head import LogitsGather
 from quickseek.decode.layers import LayerPlan, Memory, run_layers
 from quickseek.decode.moe import MoEStep
 from quickseek.decode.requirements import uses_checked_library
+from quickseek.decode.row_shard import RowShard
 from quickseek.decode.streams import SideStreams
 from quickseek.errors import DecodeUnsupported
 from quickseek.model.attention import Attention
@@ -69,11 +70,14 @@ class SpecializedDecode:
         self.fabric, self.runs = _fabric(self.world) if fabric is None else fabric, 0
         self.streams = SideStreams(device)
         self.boundaries = Boundaries(self.boundary(backbone.config.num_experts_per_tok), self.streams.mhc)
+        self.row_shard: RowShard | None = None
+        if self.gates.row_shard and self.world.size > 1 and backbone.config.index_source_layer_ids:
+            self.row_shard = RowShard.of(backbone.config, self.gates.row_shard, self.world, self.fabric)
         self.plans = [
             LayerPlan(
                 layer.layer,
                 layer,
-                AttentionStep(layer.attn, self.streams.inputs),
+                AttentionStep(layer.attn, self.streams.inputs, self.row_shard),
                 MoEStep(layer.ffn, self.streams.shared_expert),
                 layer.engram,
             )
@@ -137,7 +141,8 @@ class SpecializedDecode:
             return None
         if not captures_pure_decode(prefixes, context=context):
             return None
-        return replace(step_gates(rows, self), context=context)
+        row_shard = self.row_shard is not None and self.row_shard.takes(context.rows)
+        return replace(step_gates(rows, self), row_shard=row_shard, context=context)
 
     def run(
         self,

@@ -1,6 +1,7 @@
 """Which path a step takes, by its rows alone: every limit as data, by kind of device (spec/decode.md A.6).
 
-A gate is a host-side decision that all ranks take alike, so it reads nothing but the number of rows.
+A gate is a host-side decision that all ranks take alike, so it reads the number of rows, and one of them also the
+number of requests.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,29 +27,30 @@ ENGRAM_PREFETCH_MAX_ROWS = 16
 """Projections of the n-gram memory ahead of the layers; also the size of their buffers."""
 LM_HEAD_MAX_ROWS = 16
 """Rows of logits whose shards are gathered by the Lamport kernel."""
+ROW_SHARD_MIN_REQUESTS = 8
+"""Fewest requests whose rows are divided among ranks for selection."""
 
 
 @dataclass(frozen=True)
 class Gates:
-    """The most rows with which each path runs; 0: never.
+    """The most rows with which each path runs, of ``row_shard`` the fewest requests; 0: never.
 
-    ``side_stream``: coefficients on their own CUDA stream. ``low_batch``: GEMMs for few rows. ``overlap_inputs``: side
-    projections of attention beside its queries. ``overlap_candidates``: candidate expansion beside a layer.
-    ``engram_prefetch``: projections of the n-gram memory ahead of the layers. ``shared_expert``: the shared expert
-    beside the routed ones. ``deferred_finalize``: experts summed inside the boundary. ``logits_gather``: logits
-    gathered by the Lamport kernel. ``replicated_embedding``: look-up without peers. ``draft``: rows of a draft pass.
+    ``side_stream``: coefficients on their own CUDA stream. ``overlap_inputs``: side projections of attention beside
+    its queries. ``engram_prefetch``: projections of the n-gram memory ahead of the layers. ``shared_expert``: the
+    shared expert beside the routed ones. ``deferred_finalize``: experts summed inside the boundary. ``logits_gather``:
+    logits gathered by the Lamport kernel. ``replicated_embedding``: look-up without peers. ``draft``: rows of a draft
+    pass. ``row_shard``: each rank selects for its share of the requests.
     """
 
     side_stream: int = 0
-    low_batch: int = 0
     overlap_inputs: int = 0
-    overlap_candidates: int = 0
     engram_prefetch: int = ENGRAM_PREFETCH_MAX_ROWS
     shared_expert: int = 0
     deferred_finalize: int = FUSED_MHC_MAX_ROWS
     logits_gather: int = LM_HEAD_MAX_ROWS
     replicated_embedding: int = FUSED_MHC_MAX_ROWS
     draft: int = FUSED_MHC_MAX_ROWS
+    row_shard: int = ROW_SHARD_MIN_REQUESTS
 
     def without(self, paths: tuple[str, ...]) -> "Gates":
         """The gates with these paths off; ConfigError for a name that is not a path."""
@@ -65,7 +67,6 @@ _FORKING = Gates(
     side_stream=MHC_OVERLAP_MAX_ROWS, overlap_inputs=OVERLAP_INPUTS_MAX_ROWS, shared_expert=FUSED_MHC_MAX_ROWS
 )
 
-# low_batch and overlap_candidates are 0 everywhere: their kernels are not built (docs/specialized_decode.md).
 # A fork and join breaks a chain of kernels that fetch first and costs 1.4 us, 80 times a step (measured on one H200,
 # a CUDA graph, PDL): off there. sm100 has the published limits, not measured here. A CPU takes every fork, so that
 # tests see each of them joined.
@@ -90,12 +91,11 @@ class DecodeStep:
 
     rows: int
     side_stream: bool
-    low_batch: bool
     overlap_inputs: bool
-    overlap_candidates: bool
     engram_prefetch: bool
     shared_expert: bool
     deferred_finalize: bool
+    row_shard: bool = False
     executor: "SpecializedDecode | None" = None
     context: ForwardContext | None = None
 
@@ -117,12 +117,18 @@ def gates_of(rows: int, gates: Gates) -> DecodeStep:
     """The step of ``rows`` rows under ``gates``; ValueError outside 1 to FUSED_MHC_MAX_ROWS."""
     if not 0 < rows <= FUSED_MHC_MAX_ROWS:
         raise ValueError(f"rows = {rows}: expected 1 to {FUSED_MHC_MAX_ROWS}")
-    decided = {field.name for field in fields(DecodeStep)} & set(PATHS)
+    decided = {field.name for field in fields(DecodeStep)} & set(PATHS) - {"row_shard"}
     return DecodeStep(rows=rows, **{path: rows <= getattr(gates, path) for path in decided})
 
 
+def shards_rows(rows: int, requests: int, ranks: int, fewest: int) -> bool:
+    """Whether ``ranks`` ranks divide the selections of a step of ``requests`` requests; ``fewest`` of 0: never."""
+    enough = ranks > 1 and 0 < fewest <= requests
+    return enough and requests % ranks == 0 and rows % requests == 0
+
+
 def step_gates(rows: int, executor: "SpecializedDecode") -> DecodeStep:
-    """The step of ``rows`` rows of an executor, a function of rows alone; ``plan`` adds the context."""
+    """The step of ``rows`` rows of an executor, a function of rows alone; ``plan`` adds what reads the context."""
     return replace(gates_of(rows, executor.gates), executor=executor)
 
 

@@ -89,14 +89,14 @@ class Attention(nn.Module):
         if self.compressor is not None:
             self.compressor(x, shared, context)
 
-    def attend(self, x: Tensor, latent: Tensor, kv: Tensor, shared: StepShared, context: ForwardContext) -> Tensor:
+    def select(self, x: Tensor, latent: Tensor, shared: StepShared, context: ForwardContext) -> None:
+        """On an index source: publish what rows x [T, H] with query latents [T, q_lora_rank] attend to."""
+        if self.indexer is not None:
+            shared.publish(self.indexer(x, latent, shared, context))
+
+    def attend(self, latent: Tensor, kv: Tensor, shared: StepShared, context: ForwardContext) -> Tensor:
         """This rank's share of the output [T, H], the window ring still as it was before the step."""
         turn = shared.turns[self.reads_global]
-        if self.indexer is not None:
-            selection = self.indexer(x, latent, shared, context)
-            shared.lists = selection.lists
-            if selection.candidates is not None:
-                shared.candidates = selection.candidates
         attended = attention_op.sparse_attention(
             self.queries(latent, turn),
             kv,
@@ -114,7 +114,8 @@ class Attention(nn.Module):
         """This rank's share of the sublayer's output [T, H] of its normalised input [T, H]."""
         latent, kv = self.latents(x, shared.turns[self.reads_global])
         self.write_global(x, shared, context)
-        out = self.attend(x, latent, kv, shared, context)
+        self.select(x, latent, shared, context)
+        out = self.attend(latent, kv, shared, context)
         self.keep_window(kv, shared, context)
         return out
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from quickseek.ops.cache import CacheView, Codec
+from quickseek.ops.indexer import Selection
 from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
 from quickseek.parallel.fabric import Fabric
@@ -96,6 +97,12 @@ class StepShared:
     image_rows: Tensor | None = None
     lists: Tensor | None = None
     candidates: Tensor | None = None
+
+    def publish(self, selection: Selection) -> None:
+        """What an indexer selected, for the layers that follow."""
+        self.lists = selection.lists
+        if selection.candidates is not None:
+            self.candidates = selection.candidates
 
     def select(self, kept: Tensor, starts: Tensor, oldest: Tensor) -> "StepShared":
         """The values of the rows numbered ``kept``, which begin at positions ``starts`` [B]; ``oldest`` [B]."""

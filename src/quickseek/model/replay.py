@@ -62,7 +62,9 @@ class DecoderReplayLayers:
         trimmed = shared.select(self.kept, self.starts, torch.maximum(self.oldest, shared.oldest))
         streams = streams[self.kept]
         mixes = layer.hc_attn(streams)
-        out = layer.attn.attend(x[self.kept], latent[self.kept], kv[self.kept], trimmed, context)
+        latent = latent[self.kept]
+        layer.attn.select(x[self.kept], latent, trimmed, context)
+        out = layer.attn.attend(latent, kv[self.kept], trimmed, context)
         layer.attn.keep_window(kv, shared, context)
         streams, pre = layer.close(streams, out, mixes)
         return *layer.ffn_sublayer(streams, pre, trimmed), trimmed
