@@ -46,10 +46,10 @@ class Seen:
 class Requests(Driver):
     """Requests with prompts of different lengths. ``recorded``: decode steps stand for a graph."""
 
-    def __init__(self, model: CausalLM, recorded: bool) -> None:
-        super().__init__(model, max_requests=MAX_REQUESTS, max_length=64)
+    def __init__(self, model: CausalLM, recorded: bool, requests: int = MAX_REQUESTS) -> None:
+        super().__init__(model, max_requests=requests, max_length=64)
         self.recorded = recorded
-        self.slots = [self.state.acquire() for _ in range(MAX_REQUESTS)]
+        self.slots = [self.state.acquire() for _ in range(requests)]
         self.ids = {slot: prompt(64, 3 + slot) for slot in self.slots}
         prompts = {slot: self.ids[slot][: 9 + 2 * number] for number, slot in enumerate(self.slots)}
         self.feed(prompts, num_prefills=len(prompts))
