@@ -33,7 +33,11 @@ from quickseek.model.vocabulary import VocabParallelHead
 from quickseek.ops import mhc
 from quickseek.ops.collectives import AllReduceMHC
 from quickseek.parallel.fabric import Fabric, LoopbackFabric, SymmetricFabric
+from quickseek.parallel.virtual import VirtualWorld
 from quickseek.parallel.world import World, require_agreement
+
+FORKS = ("side_stream", "overlap_inputs", "engram_prefetch", "shared_expert")
+"""Paths on side CUDA streams: ranks in turns take none, so that all their work lies on one."""
 
 DecodeOutput = Tensor | tuple[Tensor, list[Tensor]]
 """Hidden states [n, H], or these and the auxiliary states in the configured order: what the backbone returns."""
@@ -68,6 +72,8 @@ class SpecializedDecode:
         # What ranks must decide alike is compared once, before the first collective is built (spec/decode.md A.7).
         require_agreement(self.world, {"decode settings": config, "gates": self.gates})
         self.fabric, self.runs = _fabric(self.world) if fabric is None else fabric, 0
+        if self.fabric is not None and self.fabric.turns is not None:
+            self.gates = self.gates.without(FORKS)
         self.streams = SideStreams(device)
         self.boundaries = Boundaries(self.boundary(backbone.config.num_experts_per_tok), self.streams.mhc)
         self.row_shard: RowShard | None = None
@@ -211,4 +217,6 @@ def _fabric(world: World) -> Fabric | None:
         return None
     if world.size == 1:
         return LoopbackFabric(1, world.device)
+    if isinstance(world, VirtualWorld):
+        return world.fabric()
     return SymmetricFabric(world, multicast=uses_checked_library("NVLink multicast"))

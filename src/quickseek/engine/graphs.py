@@ -4,20 +4,82 @@ A CPU records none: its decode forwards run eagerly, told that they stand for a 
 is taken there too. On CUDA, V is one graph for each padded batch size, and D one for each size and kind of choice.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from quickseek.model.context import ForwardContext, GraphMode
 from quickseek.ops.cache import SCRATCH
+from quickseek.parallel.virtual import VirtualWorld
+from quickseek.parallel.world import World
 
 if TYPE_CHECKING:
     from quickseek.engine.cycle import Cycle, Decision, Needs, VerifyStep
 
 T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Enqueue it on the current CUDA stream."""
+
+
+class Recorder:
+    """Captures graphs on one CUDA stream, in one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    @classmethod
+    def of(cls, world: World) -> "Recorder":
+        """The recorder of a rank. Collective where ranks share one."""
+        return VirtualRecorder(world) if isinstance(world, VirtualWorld) else cls(world.device)
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Capture what runs inside; the graph can be replayed afterwards."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            yield graph
+
+
+class VirtualRecorder(Recorder):
+    """That of virtual ranks: one graph holds the work of all, in the order of their turns. All of it is collective."""
+
+    def __init__(self, world: VirtualWorld) -> None:
+        self.world = world
+        self.stream, self.pool = world.once(
+            "CUDA stream and pool of graphs", lambda: (torch.cuda.Stream(world.device), torch.cuda.graph_pool_handle())
+        )
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """As of one rank. Rank 0 begins and ends the capture; "relaxed", so that the threads of all may launch."""
+        graph = self.world.once("capture", torch.cuda.CUDAGraph)
+        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed")
+        with recording if self.world.rank == 0 else nullcontext():
+            self.world.barrier()
+            with torch.cuda.stream(self.stream):
+                yield _CommonGraph(graph, self.world)
+            self.world.barrier()
+        self.world.barrier()
+
+
+@dataclass(frozen=True)
+class _CommonGraph:
+    """The graph of all virtual ranks, as one of them replays it: once for all, when all have come to that."""
+
+    graph: torch.cuda.CUDAGraph
+    world: VirtualWorld
+
+    def replay(self) -> None:
+        self.world.once("replay", self.graph.replay)
 
 
 class EagerGraphs:
@@ -35,19 +97,20 @@ class CudaGraphs(EagerGraphs):
 
     Each step runs once before its capture and stands for it: its context says ``capturing`` although PyTorch does not
     yet. In the capture itself, and in eager steps, both say the same, which is asserted.
+    ``recorder``: how they are captured; None: as those of one rank alone on its device.
     A padded row belongs to the scratch slot, which is always finished. What ``run`` returns is overwritten by the next
     replay: it is read back first (``Readback``). ``replays`` counts steps whose V was replayed.
     """
 
-    def __init__(self, cycle: "Cycle", sizes: Sequence[int]) -> None:
+    def __init__(self, cycle: "Cycle", sizes: Sequence[int], recorder: Recorder | None = None) -> None:
         self.cycle, self.sizes, self.replays = cycle, tuple(sorted(set(sizes))), 0
         device = cycle.pools.device
         self._slots = torch.full((self.sizes[-1],), SCRATCH, dtype=torch.int64, device=device)
         self._filled: tuple[int, Tensor] | None = None
         self._recording = self._capturing = False
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self._verify: dict[int, tuple[torch.cuda.CUDAGraph, VerifyStep]] = {}
-        self._decide: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, Decision]] = {}
+        self._recorder = Recorder(device) if recorder is None else recorder
+        self._verify: dict[int, tuple[Graph, VerifyStep]] = {}
+        self._decide: dict[tuple[int, Needs], tuple[Graph, Decision]] = {}
         self._specialized: dict[int, bool] = {}
         cycle.graphs = self
 
@@ -89,16 +152,15 @@ class CudaGraphs(EagerGraphs):
                 raise
         cycle.steps = cycle.specialized = 0
 
-    def _captured(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        self._recording = True
+    def _captured(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        self._recording, stream = True, self._recorder.stream
         try:
             current = torch.cuda.current_stream(self._slots.device)
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
                 run()
-            current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            current.wait_stream(stream)
+            with self._recorder.capture() as graph:
                 self._capturing = True
                 self._check()
                 out = run()

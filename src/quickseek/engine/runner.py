@@ -16,7 +16,7 @@ from quickseek.engine.blocks import BlockPool
 from quickseek.engine.cycle import Cycle, Decision, Needs
 from quickseek.engine.decisions import Decisions
 from quickseek.engine.grammar import GrammarCompiler, mask_words
-from quickseek.engine.graphs import CudaGraphs, padded_sizes
+from quickseek.engine.graphs import CudaGraphs, Recorder, padded_sizes
 from quickseek.engine.peers import Peers
 from quickseek.engine.plan import MemoryPlan
 from quickseek.engine.pools import Pools
@@ -176,7 +176,7 @@ class Runner:
 
     def _capture(self) -> CudaGraphs:
         """The graphs of decode steps whose requests choose greedily or by sampling and ask for nothing else."""
-        graphs = CudaGraphs(self.cycle, padded_sizes(self.plan.max_num_seqs))
+        graphs = CudaGraphs(self.cycle, padded_sizes(self.plan.max_num_seqs), Recorder.of(self.model.world))
         plain = Needs.of([])
         graphs.capture([plain, replace(plain, sampled=True)])
         for decision in graphs.decisions:

@@ -41,6 +41,9 @@ class Fabric(ABC):
     """Ranks whose kernels share this device's multiprocessors."""
     one_shot_only: bool = False
     """No rank sums on behalf of the others: two-shot protocols would wait for sums that nobody sends."""
+    turns: World | None = None
+    """Ranks that launch in turns on one CUDA stream, which change at every collective of this world: a kernel must not
+    wait for what a peer launches after it. None: ranks run by themselves."""
 
     @abstractmethod
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Mailbox:

@@ -38,7 +38,8 @@ class FusedAllReduceMHC:
 
     Three forms, bits equal: *fused* (one kernel) up to ``fused_rows`` rows, *one-shot* (publish, collect) above, and
     *two-shot* (publish, owner sums, collect) from ``bt_min_rows`` rows. ``publish`` and ``collect`` can be called by
-    themselves, with all ranks' publishes first, by one process that plays several ranks.
+    themselves, with all ranks' publishes first, by one process that plays several ranks. Ranks in turns take no fused
+    form, and meet before each kernel that waits for what the others send.
     """
 
     def __init__(self, shape: AllReduceShape, fabric: Fabric, chosen: Thresholds | None = None) -> None:
@@ -54,7 +55,8 @@ class FusedAllReduceMHC:
         if self.ranks == 1 or fabric.one_shot_only:
             self.bt_min_rows = self.bt_min_finalize_rows = absent
         self.single_rows = self._resident_clusters()
-        self.fused_rows = shape.max_num_tokens if self.ranks == 1 else self.thresholds.fused_rows
+        fused = self.thresholds.fused_rows if fabric.turns is None else 0
+        self.fused_rows = shape.max_num_tokens if self.ranks == 1 else fused
         self._pending: tuple[int, bool] | None = None
         self._summed = False
         self._allocate()
@@ -189,7 +191,7 @@ class FusedAllReduceMHC:
         if rows < self._two_shot_from(routed) and rows <= self.fused_rows:
             self._check_idle()
             return self._launch_boundary("fused", x, routed, boundary, rows)
-        fits = self.fabric.ranks_on_device == 1 or rows <= self.single_rows
+        fits = self.fabric.ranks_on_device == 1 or self.fabric.turns is not None or rows <= self.single_rows
         require(fits, f"{rows} rows on ranks that share a GPU: at most {self.single_rows}, or publish and collect")
         self.publish(x, routed)
         self.sum_owned()
@@ -230,6 +232,7 @@ class FusedAllReduceMHC:
             if self._summed:
                 raise RuntimeError("the owned tokens of this publish are summed already")
             self._summed = True
+            self._meet()
             self._owner_kernel()(self.exchange["own"], rows, current_stream(self.device))
 
     def collect(self, boundary: Boundary) -> Result:
@@ -237,9 +240,15 @@ class FusedAllReduceMHC:
         rows, two_shot = self._published()
         if not self._summed:
             raise RuntimeError("sum_owned comes before collect in the two-shot form")
+        self._meet()
         result = self._launch_boundary("reduced" if two_shot else "collect", None, None, boundary, rows)
         self._pending = None
         return result
+
+    def _meet(self) -> None:
+        """Ranks in turns: return once all have launched what comes before."""
+        if self.fabric.turns is not None:
+            self.fabric.turns.barrier()
 
     def _launch_boundary(
         self, source: str, x: Tensor | None, routed: Routed | None, boundary: Boundary, rows: int

@@ -20,6 +20,7 @@ from quickseek.ops.collectives.push import (
     load_peers,
     push_everywhere,
 )
+from quickseek.ops.collectives.reference import gather_words
 from quickseek.ops.collectives.spec import agree
 from quickseek.ops.collectives.wait import BoundedWait
 from quickseek.ops.compiled import compiled, current_stream, typed
@@ -95,7 +96,11 @@ class GatherKernel:
 
 
 class FusedAllGather:
-    """One rank's mailbox, state and launches. Construction is collective."""
+    """One rank's mailbox, state and launches. Construction is collective.
+
+    Ranks in turns have neither: the kernel would wait, in the launch that publishes, for peers whose turn has not come,
+    so they gather over their world.
+    """
 
     def __init__(self, rank_capacity_bytes: int, device: torch.device, fabric: Fabric, timeout_s: float) -> None:
         self.fabric, self.device, self.ranks = fabric, fabric.device, fabric.size
@@ -104,7 +109,8 @@ class FusedAllGather:
         self.watchdog = Watchdog.of(fabric)
         self.instance = self.watchdog.register(self)
         self.blocks = max(1, MAX_BLOCKS // fabric.ranks_on_device)
-        if self.ranks > 1:
+        self.launches = self.ranks > 1 and fabric.turns is None
+        if self.launches:
             self.mailbox = fabric.allocate([GENERATIONS, self.ranks, self.rank_packs, 4], torch.int32)
             self.state = torch.zeros(4, dtype=torch.int32, device=self.device)
             form = form_of(self.mailbox)
@@ -121,7 +127,7 @@ class FusedAllGather:
 
     def refill(self) -> None:
         """Fill the own mailbox with the sentinel and zero the own state (``Watchdog.reset``)."""
-        if self.ranks > 1:
+        if self.launches:
             self.mailbox.local.fill_(SENTINEL_WORD)
             self.state.zero_()
 
@@ -131,6 +137,8 @@ class FusedAllGather:
 
     def __call__(self, x: Tensor) -> Tensor:
         self.watchdog.check()
+        if self.fabric.turns is not None:
+            return gather_words(x, self.fabric.turns)
         x = x.contiguous()
         if x.data_ptr() % 16:
             x = x.clone()
