@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from op_cases import normal, poisoned_outputs
+from quickseek.ops import norm_rope
 from quickseek.ops.cache import SLACK, CacheView, Codec, GlobalKvCodec, PlainCodec, WindowCodec
+from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
 
 BF16 = torch.bfloat16
@@ -19,7 +21,7 @@ def moved(x: Any, device: torch.device) -> Any:
     """A tensor, or a dataclass of tensors, on ``device``."""
     if isinstance(x, Tensor):
         return x.to(device)
-    if isinstance(x, StepRows | CacheView | AttentionCase | BlockCase):
+    if isinstance(x, StepRows | CacheView | Rotation | AttentionCase | BlockCase):
         return replace(x, **{field.name: moved(getattr(x, field.name), device) for field in fields(x)})
     return x
 
@@ -60,6 +62,7 @@ class AttentionCase:
     oldest: Tensor
     pages: CacheView | None
     lists: Tensor | None
+    turn: Rotation | None = None
 
     @classmethod
     def build(
@@ -107,7 +110,7 @@ class AttentionCase:
         with poisoned_outputs():
             out: Tensor = form.sparse_attention(
                 self.queries, self.step_kv, self.window, self.rows, self.sinks, self.window_size, self.oldest,
-                self.pages, self.lists,
+                self.pages, self.lists, self.turn,
             )  # fmt: skip
         return out
 
@@ -123,6 +126,7 @@ class BlockCase:
     last: Tensor
     sinks: Tensor
     window_size: int
+    turn: Rotation | None = None
 
     @classmethod
     def build(
@@ -152,6 +156,23 @@ class BlockCase:
         """By a form of the operation, with outputs poisoned before."""
         with poisoned_outputs():
             out: Tensor = form.block_attention(
-                self.queries, self.block_kv, self.window, self.requests, self.last, self.sinks, self.window_size
-            )
+                self.queries, self.block_kv, self.window, self.requests, self.last, self.sinks, self.window_size,
+                self.turn,
+            )  # fmt: skip
         return out
+
+
+def turned(case: AttentionCase | BlockCase, pairs: int, seed: int = 0) -> AttentionCase | BlockCase:
+    """``case`` with a rotation of its rows' last ``pairs`` pairs."""
+    rows = case.queries.shape[:-2].numel()
+    angles = normal(rows, pairs, seed=seed + 7, dtype=torch.float32) * 3
+    return replace(case, turn=Rotation(angles.cos(), angles.sin()))
+
+
+def in_three_calls(case: AttentionCase | BlockCase, form: Any) -> Tensor:
+    """``case`` by rotation, attention without one, and rotation back."""
+    assert case.turn is not None
+    shape = case.queries.shape
+    queries = norm_rope.apply_rope(case.queries.reshape(-1, *shape[-2:]), case.turn).view(shape)
+    out = replace(case, queries=queries, turn=None).run(form)
+    return norm_rope.apply_rope(out.view(-1, *shape[-2:]), case.turn, inverse=True).view(shape)

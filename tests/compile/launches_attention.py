@@ -6,13 +6,18 @@ import torch
 
 from quickseek.ops.attention import triton as kernels
 from quickseek.ops.cache import CacheView, Codec, GlobalKvCodec, PlainCodec, WindowCodec
+from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
 
-WIDTH, WINDOW, LISTED, BLOCK_ROWS = 512, 128, 512, 64
+WIDTH, WINDOW, LISTED, BLOCK_ROWS, PAIRS = 512, 128, 512, 64, 32
 
 
 def view(codec: Codec, rows: int) -> CacheView:
     return CacheView(torch.zeros(2, rows, codec.record, dtype=codec.dtype), torch.ones(1, 1, dtype=torch.int64), codec)
+
+
+def rotation(rows: int) -> Rotation:
+    return Rotation(torch.ones(rows, PAIRS), torch.zeros(rows, PAIRS))
 
 
 def step(count: int, heads: int, *, packed: bool = True, reads_global: bool = True) -> Callable[[], object]:
@@ -24,7 +29,8 @@ def step(count: int, heads: int, *, packed: bool = True, reads_global: bool = Tr
     queries, sinks = torch.zeros(count, heads, WIDTH, dtype=torch.bfloat16), torch.zeros(heads)
     lists = torch.full((count, LISTED), -1)
     chosen = (pages, lists) if reads_global else (None, None)
-    return lambda: kernels.sparse_attention(queries, kv, ring, rows, sinks, WINDOW, oldest, *chosen)
+    turn = rotation(count)
+    return lambda: kernels.sparse_attention(queries, kv, ring, rows, sinks, WINDOW, oldest, *chosen, turn)
 
 
 def block(count: int, heads: int) -> Callable[[], object]:
@@ -32,7 +38,8 @@ def block(count: int, heads: int) -> Callable[[], object]:
     kv = torch.zeros(1, count, WIDTH, dtype=torch.bfloat16)
     zero = torch.zeros(1, dtype=torch.int64)
     ring = view(WindowCodec(WIDTH), WINDOW + 8)
-    return lambda: kernels.block_attention(queries, kv, ring, zero, zero, torch.zeros(heads), WINDOW)
+    turn = rotation(count)
+    return lambda: kernels.block_attention(queries, kv, ring, zero, zero, torch.zeros(heads), WINDOW, turn)
 
 
 def launches() -> dict[str, Callable[[], object]]:

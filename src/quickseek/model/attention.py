@@ -67,14 +67,12 @@ class Attention(nn.Module):
             kv, self.kv_norm.weight, self.config.rms_norm_eps, turn, quantise=self.numerics.quantize_caches
         )
 
-    def queries(self, latent: Tensor, turn: Rotation) -> Tensor:
-        """Rotated queries [T, local heads, D] of query latents."""
-        queries = self.wq_b(latent).unflatten(-1, (self.local_heads, self.config.head_dim))
-        return norm_rope.apply_rope(queries, turn, overwrite=True)
+    def queries(self, latent: Tensor) -> Tensor:
+        """Queries [T, local heads, D] of query latents, before their rotation."""
+        return self.wq_b(latent).unflatten(-1, (self.local_heads, self.config.head_dim))
 
-    def output(self, attended: Tensor, turn: Rotation) -> Tensor:
-        """This rank's share of the output [T, H] of attended values [T, local heads, D] (spec 6.6, 6.7)."""
-        attended = norm_rope.apply_rope(attended, turn, inverse=True, overwrite=True)
+    def output(self, attended: Tensor) -> Tensor:
+        """This rank's share of the output [T, H] of attended values [T, local heads, D], rotated back (spec 6.7)."""
         grouped = attended.flatten(1).unflatten(1, (self.local_groups, -1))
         return self.wo_b(linear_op.grouped_linear(grouped, self.wo_a.value))
 
@@ -96,9 +94,8 @@ class Attention(nn.Module):
 
     def attend(self, latent: Tensor, kv: Tensor, shared: StepShared, context: ForwardContext) -> Tensor:
         """This rank's share of the output [T, H], the window ring still as it was before the step."""
-        turn = shared.turns[self.reads_global]
         attended = attention_op.sparse_attention(
-            self.queries(latent, turn),
+            self.queries(latent),
             kv,
             context.view(f"{self.prefix}.window"),
             shared.rows,
@@ -107,8 +104,9 @@ class Attention(nn.Module):
             oldest=shared.oldest,
             global_kv=context.view(f"layers.{self.kv_source}.global_kv") if self.reads_global else None,
             lists=shared.lists if self.reads_global else None,
+            turn=shared.turns[self.reads_global],
         )
-        return self.output(attended, turn)
+        return self.output(attended)
 
     def forward(self, x: Tensor, shared: StepShared, context: ForwardContext) -> Tensor:
         """This rank's share of the sublayer's output [T, H] of its normalised input [T, H]."""
@@ -164,7 +162,7 @@ class DraftAttention(Attention):
         """This rank's share of the output [B * size, H] of block rows x [B * size, H]."""
         turn = shared.turns[False]
         latent, kv = self.latents(x, turn)
-        queries = self.queries(latent, turn)
+        queries = self.queries(latent)
         attended = attention_op.block_attention(
             queries.unflatten(0, (-1, shared.size)),
             kv.unflatten(0, (-1, shared.size)),
@@ -173,8 +171,9 @@ class DraftAttention(Attention):
             shared.last,
             self.sinks,
             window_size=self.config.sliding_window,
+            turn=turn,
         )
-        return self.output(attended.flatten(0, 1), turn)
+        return self.output(attended.flatten(0, 1))
 
 
 def _size(part: slice) -> int:

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import BF16, AttentionCase, BlockCase, moved
+from attention_cases import BF16, AttentionCase, BlockCase, in_three_calls, moved, turned
 from compare import assert_bits, assert_op
 from op_cases import assert_nan_stays
+from quickseek.ops import attention as door
 from quickseek.ops.attention import reference
 from quickseek.ops.cache import IndexKeyCodec
+from quickseek.ops.norm_rope import Rotation
 
 kernels = pytest.importorskip("quickseek.ops.attention.triton")
 
@@ -289,3 +291,61 @@ def test_caches_that_the_kernel_cannot_read_are_refused(device: torch.device) ->
     strided = replace(case.pages, storage=case.pages.storage.transpose(0, 1))
     with pytest.raises(ValueError, match="global_kv has strides"):
         found(replace(case, pages=strided), device)
+
+
+# ------------------------------------------------------------------------------------------ rotation
+
+
+@pytest.mark.parametrize("pairs", [1, 16, 32])
+@pytest.mark.parametrize("programs", [1, 132], ids=["whole", "split"])
+def test_a_rotation_inside_gives_the_bits_of_rotations_around_it(
+    pairs: int, programs: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    with_programs(monkeypatch, programs)
+    whole = AttentionCase.build([100, 5, 0], [2, 1, 3])
+    for case in (turned(whole, pairs), turned(BlockCase.build([90, 3], 4), pairs)):
+        there = moved(case, device)
+        out = there.run(kernels)
+        assert_bits(out, in_three_calls(there, kernels), "rotated around")
+        assert_op(out.cpu(), case.run(reference))
+        assert_bits(case.run(reference), in_three_calls(case, reference), "the reference rotated around")
+        with pytest.raises(AssertionError):
+            assert_op(out.cpu(), replace(case, turn=replace(case.turn, sin=-case.turn.sin)).run(reference))
+
+
+def test_heads_wider_than_a_power_of_two_and_many_rows_are_rotated(device: torch.device) -> None:
+    # 96 channels in a tile of 128, and so many rows that each is one program's.
+    case = turned(AttentionCase.build([30, 0], [72, 2], heads=2, width=96, listed=0), 24)
+    there = moved(case, device)
+    assert_bits(there.run(kernels), in_three_calls(there, kernels), "rotated around")
+    assert_op(there.run(kernels).cpu(), case.run(reference))
+
+
+def test_a_nan_channel_that_is_not_rotated_stays_there(device: torch.device) -> None:
+    case = turned(AttentionCase.build([3], [1], heads=1, listed=0), 16)
+    turn = case.turn
+    assert turn is not None
+    keys = case.step_kv.clone()
+    keys[:, 0] = torch.nan
+    assert replace(case, step_kv=keys).run(reference).isnan().all(), "a NaN in a key spoils its row"
+    keys = case.step_kv.clone()
+    keys[:, 5] = torch.inf
+    case = replace(case, step_kv=keys, queries=case.queries.abs().index_fill(2, torch.tensor([5]), 0.0))
+    there = moved(case, device)
+    assert_bits(there.run(kernels), in_three_calls(there, kernels), "infinity")
+
+
+def test_rotations_of_another_size_are_refused(device: torch.device) -> None:
+    case = moved(turned(AttentionCase.build([3], [2]), 16), device)
+    for wrong in (case.turn[:1], replace(case.turn, sin=case.turn.sin[:, :1])):
+        with pytest.raises(ValueError, match=r"turn\."):
+            door.sparse_attention(
+                case.queries, case.step_kv, case.window, case.rows, case.sinks, window_size=70, oldest=case.oldest,
+                global_kv=case.pages, lists=case.lists, turn=wrong,
+            )  # fmt: skip
+    wide = replace(case, turn=Rotation(torch.ones(2, 33, device=device), torch.ones(2, 33, device=device)))
+    with pytest.raises(ValueError, match="66 that turn"):
+        wide.run(kernels)
+    odd = replace(case, turn=replace(case.turn, cos=case.turn.cos.double()))
+    with pytest.raises(ValueError, match=r"turn\.cos"):
+        odd.run(kernels)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quickseek.numerics import wide_dtype
 from quickseek.ops.cache import CacheView
+from quickseek.ops.norm_rope.reference import Rotation, apply_rope
 from quickseek.ops.rings import earlier_rows
 from quickseek.ops.rows import StepRows
 
@@ -35,7 +36,9 @@ def sparse_attention(
     oldest: Tensor,
     global_kv: CacheView | None,
     lists: Tensor | None,
+    turn: Rotation | None = None,
 ) -> Tensor:
+    queries = queries if turn is None else apply_rope(queries, turn, inverse=False)
     reach = min(window_size, rows.max_length)
     distance = torch.arange(reach - 1, -1, -1, device=queries.device)
     out = []
@@ -50,7 +53,8 @@ def sparse_attention(
             keys = torch.cat((keys, global_kv.gather(requests.unsqueeze(1), chosen, step_kv.dtype)), 1)
             seen = torch.cat((seen, chosen >= 0), 1)
         out.append(sink_softmax(queries[span], keys, seen, sinks))
-    return torch.cat(out).to(queries.dtype)
+    attended = torch.cat(out).to(queries.dtype)
+    return attended if turn is None else apply_rope(attended, turn, inverse=True)
 
 
 def _window_keys(step_kv: Tensor, window: CacheView, rows: StepRows, span: slice, distance: Tensor) -> Tensor:
@@ -67,7 +71,10 @@ def block_attention(
     last: Tensor,
     sinks: Tensor,
     window_size: int,
+    turn: Rotation | None = None,
 ) -> Tensor:
+    if turn is not None:
+        queries = apply_rope(queries.flatten(0, 1), turn, inverse=False).view(queries.shape)
     blocks, count, heads, _ = queries.shape
     distance = torch.arange(window_size - 1, -1, -1, device=queries.device)
     positions = last.unsqueeze(1) - distance
@@ -75,4 +82,7 @@ def block_attention(
     keys = torch.cat((context, block_kv), 1)
     seen = torch.cat((positions >= 0, torch.ones(blocks, count, dtype=torch.bool, device=queries.device)), 1)
     out = sink_softmax(queries.flatten(1, 2), keys, seen, sinks.repeat(count))
-    return out.unflatten(1, (count, heads)).to(queries.dtype)
+    attended = out.unflatten(1, (count, heads)).to(queries.dtype)
+    if turn is not None:
+        attended = apply_rope(attended.flatten(0, 1), turn, inverse=True).view(attended.shape)
+    return attended

@@ -20,6 +20,7 @@ from torch import Tensor
 from quickseek.ops import triton_math as math
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype
+from quickseek.ops.norm_rope.reference import Rotation
 from quickseek.ops.rows import StepRows
 from quickseek.ops.triton_chain import begin, chained
 from quickseek.ops.triton_launch import multiprocessors
@@ -116,6 +117,25 @@ def _fold(keys, seen, queries, largest, total, mixed, scale):
     return new, total * shrink + tl.sum(weights, 0), mixed
 
 
+@triton.jit
+def _rotated(x, cos, sin, first, width: tl.constexpr, pairs: tl.constexpr, inverse: tl.constexpr):
+    """FP32 x [h, c], channels ``first`` and on of heads of ``width``, its share of their last ``pairs`` pairs rotated.
+
+    ``cos``, ``sin``: pointers to [pairs]. The other channels keep their bits, NaN and infinity included.
+    """
+    COUNT: tl.constexpr = x.shape[1] // 2
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], COUNT, 2]))
+    pair = first // 2 + tl.arange(0, COUNT) - (width // 2 - pairs)
+    turned = (pair >= 0) & (pair < pairs)
+    c = tl.load(cos + pair, mask=turned, other=1.0)[None, :]
+    s = tl.load(sin + pair, mask=turned, other=0.0)[None, :]
+    if inverse:
+        s = -s
+    one, other = math.rotate_pairs(even, odd, c, s)
+    here = turned[None, :]
+    return tl.reshape(tl.join(tl.where(here, one, even), tl.where(here, other, odd)), x.shape)
+
+
 # ---------------------------------------------------------------------------------------------- kernels
 
 
@@ -123,18 +143,19 @@ def _fold(keys, seen, queries, largest, total, mixed, scale):
 @triton.jit(do_not_specialize=["heads", "tiles", "ring_tiles", "step_tiles", "window_size", "block_rows"])
 def _attend(
     queries, step_kv, positions, requests, starts, oldest, ring, ring_table, pages, pages_table, lists, sinks,
-    out, part_largest, part_total, part_mixed,
+    cos, sin, out, part_largest, part_total, part_mixed,
     heads, tiles, ring_tiles, step_tiles, list_width, window_size, block_rows, scale,
     ring_stride, ring_rows, ring_table_stride, pages_stride, pages_rows, pages_table_stride,
     width: tl.constexpr, padded: tl.constexpr, head_block: tl.constexpr, tile_size: tl.constexpr,
     ring_kind: tl.constexpr, pages_kind: tl.constexpr, in_blocks: tl.constexpr, split: tl.constexpr,
+    pairs: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``tiles * program_id(1)`` and on of row program_id(0), for ``head_block`` heads.
 
     ``ring_tiles`` of window positions in the ring, ``step_tiles`` of rows of this step, then those of the list; tiles
     in which the row sees nothing are skipped. Not ``in_blocks``: a step's row, which sees itself and what is before it.
     Else: a row of a draft block of ``block_rows``, which sees the window up to its request's last position, and all
-    rows of its block.
+    rows of its block. The last ``pairs`` pairs of channels are rotated in the query, and rotated back in the output.
     """
     begin()
     row = tl.program_id(0).to(tl.int64)
@@ -142,7 +163,11 @@ def _attend(
     channel = tl.arange(0, padded)
     at_head = (head[:, None] < heads) & (channel[None, :] < width)
     place = (row * heads + head[:, None]) * width + channel[None, :]
-    query = tl.trans(tl.load(queries + place, mask=at_head, other=0.0))
+    query = tl.load(queries + place, mask=at_head, other=0.0)
+    if pairs > 0:
+        query = _rotated(query.to(tl.float32), cos + row * pairs, sin + row * pairs, 0, width, pairs, False)
+        query = query.to(tl.bfloat16)
+    query = tl.trans(query)
 
     if not in_blocks:
         request = tl.load(requests + row)
@@ -213,14 +238,17 @@ def _attend(
         top = tl.maximum(largest, sink)
         share = tl.exp(largest - top)
         mixed = mixed * (share / (total * share + tl.exp(sink - top)))[None, :]
-        tl.store(out + place, tl.trans(mixed).to(tl.bfloat16), mask=at_head)
+        value = tl.trans(mixed)
+        if pairs > 0:
+            value = _rotated(math.rounded(value), cos + row * pairs, sin + row * pairs, 0, width, pairs, True)
+        tl.store(out + place, value.to(tl.bfloat16), mask=at_head)
 
 
 @chained
 @triton.jit(do_not_specialize=["heads", "parts"])
 def _add_up(
-    part_largest, part_total, part_mixed, sinks, out, heads, parts,
-    width: tl.constexpr, channels: tl.constexpr, part_block: tl.constexpr,
+    part_largest, part_total, part_mixed, sinks, cos, sin, out, heads, parts,
+    width: tl.constexpr, channels: tl.constexpr, part_block: tl.constexpr, pairs: tl.constexpr,
 ):  # fmt: skip
     """``channels`` channels of one head of a row from its ``parts`` parts, in ascending order."""
     begin()
@@ -236,6 +264,11 @@ def _add_up(
     top = tl.maximum(tl.max(largest, 0), sink)
     share = tl.exp(largest - top)
     value = tl.sum(mixed * share[:, None], 0) / (tl.sum(total * share, 0) + tl.exp(sink - top))
+    if pairs > 0:
+        first = tl.program_id(2) * channels
+        value = math.rounded(tl.reshape(value, [1, channels]))
+        value = _rotated(value, cos + row * pairs, sin + row * pairs, first, width, pairs, True)
+        value = tl.reshape(value, [channels])
     tl.store(out + (row * heads + head) * width + channel, value.to(tl.bfloat16), mask=channel < width)
 
 
@@ -252,10 +285,11 @@ def sparse_attention(
     oldest: Tensor,
     global_kv: CacheView | None,
     lists: Tensor | None,
+    turn: Rotation | None = None,
 ) -> Tensor:
     return _launch(
         queries, step_kv, window, sinks, window_size, rows.positions, rows.requests, rows.starts, oldest,
-        global_kv, lists, min(window_size, rows.max_rows), block_rows=0,
+        global_kv, lists, min(window_size, rows.max_rows), block_rows=0, turn=turn,
     )  # fmt: skip
 
 
@@ -267,10 +301,11 @@ def block_attention(
     last: Tensor,
     sinks: Tensor,
     window_size: int,
+    turn: Rotation | None = None,
 ) -> Tensor:
     out = _launch(
         queries.flatten(0, 1), block_kv.flatten(0, 1), window, sinks, window_size, last, requests, last, last,
-        None, None, queries.shape[1], block_rows=queries.shape[1],
+        None, None, queries.shape[1], block_rows=queries.shape[1], turn=turn,
     )  # fmt: skip
     return out.view(queries.shape)
 
@@ -301,6 +336,7 @@ def _launch(
     lists: Tensor | None,
     step_rows: int,
     block_rows: int,
+    turn: Rotation | None,
 ) -> Tensor:
     expect_dtype("queries", queries, torch.bfloat16)
     expect_dtype("step_kv", step_kv, torch.bfloat16)
@@ -322,6 +358,12 @@ def _launch(
     each = tiles_of_a_program(count * groups, tiles, multiprocessors(queries.device))
     parts = triton.cdiv(tiles, each)
     out = torch.empty(count, heads, width, dtype=torch.bfloat16, device=queries.device)
+    pairs, cos, sin = 0, sinks, sinks
+    if turn is not None:
+        pairs, cos, sin = turn.cos.shape[1], turn.cos.contiguous(), turn.sin.contiguous()
+        expect_dtype("turn.cos", cos, torch.float32)
+        if width % 2 or 2 * pairs > width:
+            raise ValueError(f"heads of {width} channels: expected an even number, at least the {2 * pairs} that turn")
     # Without a split nothing is written to the parts: any tensor will do.
     largest = total = mixed = sinks
     if parts > 1:
@@ -331,19 +373,19 @@ def _launch(
     other = window if pages is None else pages
     _attend[(count, parts, groups)](
         queries, step_kv, positions, requests, starts, oldest, window.storage, window.table, other.storage,
-        other.table, requests if lists is None else lists, sinks, out, largest, total, mixed,
+        other.table, requests if lists is None else lists, sinks, cos, sin, out, largest, total, mixed,
         heads, each, ring_tiles, step_tiles, list_width, window_size, block_rows, width**-0.5,
         window.storage.stride(0), window.block_rows, window.table.stride(0),
         other.storage.stride(0), other.block_rows, other.table.stride(0),
         width=width, padded=padded, head_block=head_block, tile_size=tile,
         ring_kind=ring_kind, pages_kind=pages_kind, in_blocks=block_rows > 0, split=parts > 1,
-        num_warps=warps, num_stages=1,
+        pairs=pairs, num_warps=warps, num_stages=1,
     )  # fmt: skip
     if parts > 1:
         channels = min(128, padded)
         _add_up[(count, heads, triton.cdiv(width, channels))](
-            largest, total, mixed, sinks, out, heads, parts,
-            width=width, channels=channels, part_block=triton.next_power_of_2(parts), num_warps=4,
+            largest, total, mixed, sinks, cos, sin, out, heads, parts,
+            width=width, channels=channels, part_block=triton.next_power_of_2(parts), pairs=pairs, num_warps=4,
         )  # fmt: skip
     return out
 
