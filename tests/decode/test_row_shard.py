@@ -12,6 +12,8 @@ from torch import Tensor
 
 from compare import assert_float64
 from model_helpers import config_of, differs, forward, prompt
+from quickseek import LLM, SamplingParams
+from quickseek.checkpoint.miniature import write_miniature
 from quickseek.config import DecodeConfig
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.gates import GATES, ROW_SHARD_MIN_REQUESTS, Gates, shards_rows, step_gates
@@ -202,6 +204,43 @@ def test_rows_of_scratch_that_fill_a_batch_are_divided_too_and_change_nothing(si
             assert_float64(ours[0], stock[0], f"{real} requests of {count} rows")
             for name, tensor in stock[1].items():
                 assert torch.equal(ours[1][name], tensor), name
+
+
+# ---------------------------------------------------------------------------------------------- through the engine
+
+
+def answers(world: World, directory: str, backend: str) -> tuple[list[list[int]], int]:
+    """Greedy answers to nine prompts, of which eight decode together; selections that were divided."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {
+        "dtype": "float64",
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    llm = LLM(
+        directory,
+        world=world,
+        tensor_parallel_size=world.size,
+        decode_backend=backend,
+        num_speculative_tokens=3,
+        **options,
+    )
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = [[0, *range(8, 11 + 4 * number)] for number in range(9)]
+    found = [output.token_ids for output in llm.generate(prompts, params)]
+    shard = None if llm.executor is None else llm.executor.row_shard
+    return found, 0 if shard is None else shard.runs
+
+
+def test_answers_of_a_full_batch_are_those_of_the_stock_decode_on_one_rank(tmp_path):
+    directory = str(tmp_path / "tiny-tp")
+    write_miniature(directory, "tiny-tp")
+    wanted, divided = answers(SoloWorld(), directory, "stock")
+    assert divided == 0
+    for found, divided in spawn(answers, 2, directory, "latency_specialized", timeout_s=200):
+        assert found == wanted
+        assert divided >= SOURCES and divided % SOURCES == 0
 
 
 # ---------------------------------------------------------------------------------------------- the choice
