@@ -1,4 +1,4 @@
-"""Gates read rows alone, at the published borders; which forwards the executor takes."""
+"""Gates read rows (one of them requests too) alone, at the published borders; which forwards the executor takes."""
 
 from dataclasses import replace
 
