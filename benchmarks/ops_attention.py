@@ -1,4 +1,4 @@
-"""Attention in released shapes at TP 4: 16 heads of 512 channels, a window of 128, lists of 512 global rows."""
+"""Attention in released shapes at TP 4: 16 heads of 512 channels, 64 of them rotated, a window of 128, lists of 512."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,10 @@ from torch import Tensor
 from op_case import Build, Case
 from quickseek.ops import attention
 from quickseek.ops.cache import SLACK, CacheView, GlobalKvCodec, WindowCodec
+from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
 
-HEADS, WIDTH, WINDOW, LISTED, BLOCK_ROWS, DRAFTS = 16, 512, 128, 512, 64, 5
+HEADS, WIDTH, WINDOW, LISTED, BLOCK_ROWS, DRAFTS, PAIRS = 16, 512, 128, 512, 64, 5, 32
 CONTEXT = 65536
 REQUESTS = {1: 1, 6: 1, 8: 8, 48: 8, 384: 1}
 """Requests of a step by its rows: one row, drafts being verified, a batch, a batch with drafts, a chunk of a prompt."""
@@ -40,21 +41,27 @@ def _lists(rows: int, device: torch.device) -> Tensor:
     return torch.rand(rows, CONTEXT, device=device).topk(LISTED, -1).indices
 
 
+def _turn(rows: int, device: torch.device) -> Rotation:
+    angles = torch.rand(rows, PAIRS, device=device)
+    return Rotation(angles.cos(), angles.sin())
+
+
 def _attend(rows: int, reads_global: bool) -> Build:
     def build(device: torch.device, copies: int) -> list[Callable[[], object]]:
         requests = REQUESTS[rows]
         starts = torch.full((requests,), CONTEXT - rows // requests, device=device)
         step = StepRows.uniform(starts, rows // requests, CONTEXT)
         queries, kv = _normal(rows, HEADS, WIDTH, device=device), _normal(rows, WIDTH, device=device)
-        sinks, oldest = torch.zeros(HEADS, device=device), torch.zeros_like(starts)
+        sinks, oldest, turn = torch.zeros(HEADS, device=device), torch.zeros_like(starts), _turn(rows, device)
 
         def call() -> Callable[[], object]:
             ring = _ring(requests, device)
             pages = _pages(requests, device) if reads_global else None
             lists = _lists(rows, device) if reads_global else None
             return lambda: attention.sparse_attention(
-                queries, kv, ring, step, sinks, window_size=WINDOW, oldest=oldest, global_kv=pages, lists=lists
-            )
+                queries, kv, ring, step, sinks, window_size=WINDOW, oldest=oldest, global_kv=pages, lists=lists,
+                turn=turn,
+            )  # fmt: skip
 
         return [call() for _ in range(copies)]
 
@@ -67,10 +74,12 @@ def _block(rows: int) -> Build:
         queries = _normal(blocks, DRAFTS, HEADS, WIDTH, device=device)
         kv, sinks = _normal(blocks, DRAFTS, WIDTH, device=device), torch.zeros(HEADS, device=device)
         requests = torch.arange(blocks, device=device)
-        last = torch.full_like(requests, CONTEXT)
+        last, turn = torch.full_like(requests, CONTEXT), _turn(rows, device)
 
         def call(ring: CacheView) -> Callable[[], object]:
-            return lambda: attention.block_attention(queries, kv, ring, requests, last, sinks, window_size=WINDOW)
+            return lambda: attention.block_attention(
+                queries, kv, ring, requests, last, sinks, window_size=WINDOW, turn=turn
+            )
 
         return [call(_ring(blocks, device)) for _ in range(copies)]
 
