@@ -189,7 +189,7 @@ def test_tiles_that_no_expert_needs_are_written_as_empty(device: torch.device, a
     tiles = torch.full((slots // 16 + experts, 3), 2, dtype=torch.int32, device=device)
     index, tokens = (torch.empty(slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
     x = torch.zeros(rows, 32, dtype=torch.bfloat16, device=device)
-    arguments = x, chosen.to(device), x.clone(), index, tokens, tiles
+    arguments = x, chosen.to(device), x.clone(), None, index, tokens, tiles
     kernels.prepare[(experts,)](*arguments, slots, 3, experts, 32, experts, 1, BY_EXPERT=True, ROWS=16)
     owners = tiles[:, 0].cpu()
     counts = [int((chosen == expert).sum()) for expert in range(experts)]

@@ -7,17 +7,22 @@ Launches, in order:
 * ``routed_experts``: ``prepare`` (A8 of x; the record: which sorted row each slot has, and tiles of up to ROWS sorted
   rows of one expert), ``gate_up`` (w13, SwiGLU, A8), ``down`` (w2). A step of few rows has a tile for each slot, of
   which those that do not begin a tile leave at once; a long one has ``slots // ROWS + experts`` tiles, so that the
-  grid is known to the host. Bytes that must move: the packed weights and scales of every expert that was chosen.
+  grid is known to the host. Bytes that must move: the packed weights and scales of every expert that was chosen. The
+  two products of few rows are those of ``cute.py`` where ``few_rows`` finds it, else the ones here.
 * ``shared_expert``: the linear operation twice, ``swiglu`` between them.
 * ``finalize``: one launch; reads k rows and the shared one, writes one.
 
-Products take BF16 values, which hold A8 activations and FP4 weights exactly, and accumulate in FP32; between these
+Products here take BF16 values, which hold A8 activations and FP4 weights exactly, and accumulate in FP32; between these
 kernels activations are kept 2^63 times as large, and weights are taken 2^-63 times (why: ``fp4_values``). Weights are
 the left operand, so that 8 rows of a step are enough to fill a tile. The packed byte b holds the elements 2b and
 2b + 1: the activations of these products are stored with all even elements before all odd ones, and each half of a
 byte has a product of its own.
 """
 
+import importlib
+import importlib.util
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +35,7 @@ from quickseek.ops import linear as linear_op
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.linear import Fp4Weight, QuantizedRows, Weight
+from quickseek.ops.moe.fragments import MOST_ROWS
 from quickseek.ops.moe.reference import WEIGHT_FLOOR, Routing, UnfinalizedMoE
 from quickseek.ops.triton_chain import begin, chained, fetch
 
@@ -221,6 +227,21 @@ def quantize_chunk(x, quantized, row, chunk, hidden):
 
 
 @triton.jit
+def code_chunk(x, codes, factors, row, chunk, hidden):
+    """As ``quantize_chunk`` for ``cute.py``: E4M3 codes in the order of ``code_place``, scales as FP32."""
+    group = chunk * 32 + tl.arange(0, 32)
+    element = tl.arange(0, 32)[None, :]
+    column = group[:, None] * 32 + element
+    start = row.to(tl.int64) * hidden
+    groups = tl.load(x + start + column, mask=column < hidden, other=0.0).to(tl.float32)
+    exponent = math.a8_exponent(groups)
+    place = group[:, None] * 32 + (element & 24) + ((element & 3) << 1) + ((element & 7) >> 2)
+    tl.store(codes + start + place, math.a8_bytes(groups, exponent), mask=column < hidden)
+    place = factors + row.to(tl.int64) * (hidden // 32) + group
+    tl.store(place, math.e8m0_value(exponent), mask=group < hidden // 32)
+
+
+@triton.jit
 def record_slot(chosen, slot, index, tokens, tiles, slots, top_k, experts, ROWS: tl.constexpr):
     """The sorted row of one slot, and the tile that begins there, if one does."""
     mine = tl.load(chosen + slot).to(tl.int32)
@@ -281,15 +302,21 @@ def record_expert(chosen, expert, index, tokens, tiles, slots, top_k, experts, R
 @chained
 @triton.jit(do_not_specialize=["slots", "top_k", "experts", "recorders", "chunks"])
 def prepare(
-    x, chosen, quantized, index, tokens, tiles, slots, top_k, experts, hidden, recorders, chunks,
+    x, chosen, quantized, factors, index, tokens, tiles, slots, top_k, experts, hidden, recorders, chunks,
     BY_EXPERT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The first ``recorders`` programs write the record, the others A8 of ``chunks`` chunks a row."""
+    """The first ``recorders`` programs write the record, the others A8 of ``chunks`` chunks a row.
+
+    With ``factors`` (else None) rows are codes and factors, else BF16 values.
+    """
     begin()
     program = tl.program_id(0)
     if program >= recorders:
         part = program - recorders
-        quantize_chunk(x, quantized, part // chunks, part % chunks, hidden)
+        if factors is None:
+            quantize_chunk(x, quantized, part // chunks, part % chunks, hidden)
+        else:
+            code_chunk(x, quantized, factors, part // chunks, part % chunks, hidden)
     elif BY_EXPERT:
         record_expert(chosen, program, index, tokens, tiles, slots, top_k, experts, ROWS)
     else:
@@ -463,6 +490,22 @@ def expect_experts(name: str, weight: Weight, shape: list[int]) -> Fp4Weight:
     return weight
 
 
+@cache
+def few_rows_kernels() -> ModuleType | None:
+    """``cute.py``, or None where there is no CuTe DSL."""
+    if importlib.util.find_spec("cutlass") is None:
+        return None
+    return importlib.import_module("quickseek.ops.moe.cute")
+
+
+def few_rows(x: Tensor, slots: int, tile_rows: int, inner: int) -> ModuleType | None:
+    """The kernels that take the products instead of the ones here: for few slots, on a GPU, where sizes fit."""
+    if not x.is_cuda or slots > FEW_SLOTS or tile_rows > MOST_ROWS:
+        return None
+    kernels = few_rows_kernels()
+    return kernels if kernels is not None and kernels.fits(x.shape[1], inner) else None
+
+
 def routed_experts(
     x: Tensor, routing: Routing, weights: "ExpertWeights", limit: float, routed_weight: str
 ) -> UnfinalizedMoE:
@@ -493,13 +536,21 @@ def routed_experts(
         return UnfinalizedMoE(out, routing.weights, index)
     tokens = empty(slots, dtype=torch.int32)
     tiles = empty(items, 3, dtype=torch.int32)
-    quantized = empty(rows, hidden, dtype=torch.bfloat16)
-    between = empty(slots, inner, dtype=torch.bfloat16)
+    form = few_rows(x, slots, tile_rows, inner)
+    activations = torch.bfloat16 if form is None else torch.uint8
+    quantized, between = empty(rows, hidden, dtype=activations), empty(slots, inner, dtype=activations)
+    factors = None if form is None else empty(rows, hidden // BLOCK, dtype=torch.float32)
     chunks = triton.cdiv(hidden, 1024)
     prepare[(recorders + rows * chunks,)](
-        x.contiguous(), chosen, quantized, index, tokens, tiles, slots, top_k, experts, hidden, recorders, chunks,
-        BY_EXPERT=not few, ROWS=tile_rows, num_warps=4,
+        x.contiguous(), chosen, quantized, factors, index, tokens, tiles, slots, top_k, experts, hidden, recorders,
+        chunks, BY_EXPERT=not few, ROWS=tile_rows, num_warps=4,
     )  # fmt: skip
+    if form is not None:
+        between_factors = empty(slots, inner // BLOCK, dtype=torch.float32)
+        record = (chosen, tokens, tiles)
+        form.gate_up(quantized, factors, record, (w13.codes, w13.scales), between, between_factors, limit)
+        form.down(between, between_factors, tiles, (w2.codes, w2.scales), out)
+        return UnfinalizedMoE(out, routing.weights, index)
     operands = (quantized, tokens, tiles, w13.codes, w13.scales, between, hidden // 2, hidden // BLOCK, inner, limit)
     if tile_rows <= 16:
         pairs, bytes_, warps, stages = GATE_UP_FEW[tile_rows]
