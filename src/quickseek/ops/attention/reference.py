@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quickseek.numerics import wide_dtype
 from quickseek.ops.cache import CacheView
-from quickseek.ops.norm_rope.reference import Rotation, apply_rope
+from quickseek.ops.norm_rope import Rotation, apply_rope
 from quickseek.ops.rings import earlier_rows
 from quickseek.ops.rows import StepRows
 

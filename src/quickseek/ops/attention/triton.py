@@ -20,7 +20,7 @@ from torch import Tensor
 from quickseek.ops import triton_math as math
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype
-from quickseek.ops.norm_rope.reference import Rotation
+from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.rows import StepRows
 from quickseek.ops.triton_chain import begin, chained
 from quickseek.ops.triton_launch import multiprocessors
