@@ -32,12 +32,13 @@ SHORT = 300
 CYCLES = max(SHORT, int(os.environ.get("QUICKSEEK_CYCLES", "10000")))
 CHECKS = 100
 """Cycles of the longest runs between two looks at logits; short runs look four times as often."""
-MOST_REQUESTS = 4
+FEW_REQUESTS, MANY_REQUESTS = 4, 8
+"""The most requests at a time. Ranks divide the selections of MANY_REQUESTS."""
 MOST_JUDGED = 200
 """Different answers of a run that the reference judges, evenly taken from all: on a CPU each takes it a second."""
 KEPT = 8
 """Tokens of an answer before something is spoiled."""
-OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 256, "max_num_seqs": MOST_REQUESTS}
+OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 256, "max_num_seqs": FEW_REQUESTS}
 OPTIONS |= {"kv_cache_memory_bytes": 128 << 20, "enable_prefix_caching": False, "rank_check_interval": 16}
 PROMPTS = [[0, *range(20 + number, 20 + number + count)] for number, count in enumerate((3, 40, 17, 120, 9, 64))]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -129,10 +130,11 @@ def captured_step(graphs: CudaGraphs, count: int) -> Tensor:
 
 
 class Service:
-    """One rank's engine under one to four requests at a time that come and go; every rank draws the same ones."""
+    """One rank's engine under one to ``most`` requests at a time that come and go; every rank draws the same ones."""
 
-    def __init__(self, world: VirtualWorld, llm: LLM, seed: int) -> None:
-        self.world, self.llm, self.chooser = world, llm, random.Random(seed)
+    def __init__(self, llm: LLM, most: int, seed: int) -> None:
+        self.llm, self.most, self.chooser = llm, most, random.Random(seed)
+        self.numbers: list[int] = []
         self.all: list[Request] = []
         self.live: list[Request] = []
         self.wanted = self.ticks = self.aborted = 0
@@ -140,12 +142,13 @@ class Service:
     def tick(self) -> list[Any]:
         """Let requests join and leave, run a tick, and give what it told: request, tokens so far, the last ones."""
         if self.ticks % 12 == 0:
-            self.wanted = self.chooser.randint(1, MOST_REQUESTS)
+            self.numbers = self.numbers or self.chooser.sample(range(1, self.most + 1), self.most)
+            self.wanted = self.numbers.pop()
         self.ticks += 1
         self.live = [request for request in self.live if request.state is not Status.FINISHED]
         while len(self.live) < self.wanted:
             self.join()
-        if len(self.live) > self.wanted and self.chooser.random() < 0.2:
+        if len(self.live) > self.wanted and self.chooser.random() < 0.4:
             self.llm.runner.abort(self.live.pop(0).request_id)
             self.aborted += 1
         told = []
@@ -174,7 +177,7 @@ def assert_alike(told: Sequence[Any]) -> None:
 
 @dataclass
 class Report:
-    """What rank 0 saw of a run."""
+    """What a rank saw of a run. ``divided``: selections that were captured, or warmed up, divided among ranks."""
 
     answers: list[tuple[list[int], list[int]]]
     looks: Looks
@@ -183,16 +186,17 @@ class Report:
     aborted: int
     seconds: float
     executor_steps: bool
+    divided: int
     token_map: Tensor
 
 
-def serve(world: VirtualWorld, directory: Path, backend: str, drafts: int, cycles: int, every: int) -> Report:
+def serve(
+    world: VirtualWorld, directory: Path, backend: str, drafts: int, cycles: int, every: int, most: int
+) -> Report:
     """Run ``cycles`` graph cycles; all ranks compare what each of them told, cycle by cycle."""
-    llm = LLM(
-        directory, world=world, tensor_parallel_size=world.size, decode_backend=backend, num_speculative_tokens=drafts,
-        **OPTIONS,
-    )  # fmt: skip
-    watched, service, told = WatchedGraphs(llm, every), Service(world, llm, seed=drafts), 0
+    options = OPTIONS | {"max_num_seqs": most, "decode_backend": backend, "num_speculative_tokens": drafts}
+    llm = LLM(directory, world=world, tensor_parallel_size=world.size, **options)
+    watched, service, told = WatchedGraphs(llm, every), Service(llm, most, seed=drafts), 0
     begun = time.monotonic()
     while watched.graphs.replays < cycles:
         here = service.tick()
@@ -211,6 +215,7 @@ def serve(world: VirtualWorld, directory: Path, backend: str, drafts: int, cycle
         aborted=service.aborted,
         seconds=seconds,
         executor_steps=all(watched.graphs._specialized.values()),
+        divided=0 if llm.executor is None or llm.executor.row_shard is None else llm.executor.row_shard.runs,
         token_map=llm.model.backbone.hashes.token_map.cpu(),
     )
 
@@ -247,10 +252,11 @@ def assert_logits(captured: Tensor, stock: Tensor) -> None:
     assert odd <= FEW, f"{odd:.2%} of the rows are odd"
 
 
-def check(directory: Path, size: int, backend: str, drafts: int, cycles: int) -> None:
+def check(directory: Path, size: int, backend: str, drafts: int, cycles: int, most: int = FEW_REQUESTS) -> Report:
+    """Run and judge; what is printed are the figures of the run."""
     every = CHECKS if cycles > SHORT else CHECKS // 4
     report: Report = run_virtual(
-        serve, size, directory, backend, drafts, cycles, every, device="cuda", timeout_s=LIMIT_S
+        serve, size, directory, backend, drafts, cycles, every, most, device="cuda", timeout_s=LIMIT_S
     )[0]
     print(
         f"{directory.name}, TP {size}, {backend}, {drafts} drafts: {report.cycles} cycles, "
@@ -259,7 +265,7 @@ def check(directory: Path, size: int, backend: str, drafts: int, cycles: int) ->
     assert report.cycles >= cycles and report.told > cycles // 2
     assert report.executor_steps == (backend == "latency_specialized")
     looks = report.looks
-    assert looks.batches == set(range(1, MOST_REQUESTS + 1)), "not every number of requests ran"
+    assert looks.batches == set(range(1, most + 1)), "not every number of requests ran"
     assert len(looks.captured) >= cycles // every and looks.orders > 0
     captured, stock = torch.cat(looks.captured).double(), torch.cat(looks.stock).double()
     assert_logits(captured, stock)
@@ -271,6 +277,7 @@ def check(directory: Path, size: int, backend: str, drafts: int, cycles: int) ->
     assert_plausible(model, judged)
     with pytest.raises(AssertionError, match="behind"):
         assert_plausible(model, [(prompt, answer[::-1]) for prompt, answer in judged[:8]])
+    return report
 
 
 # ------------------------------------------------------------------------------------------ the runs
@@ -295,6 +302,13 @@ def test_hundreds_of_cycles_of_more_virtual_ranks(
 ) -> None:
     pytest.importorskip("cutlass")
     check(checkpoints[name], size, "latency_specialized", drafts, SHORT)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_selections_that_virtual_ranks_divide(checkpoints: dict[str, Path], drafts: int) -> None:
+    pytest.importorskip("cutlass")
+    report = check(checkpoints["tiny-tp"], 2, "latency_specialized", drafts, SHORT, MANY_REQUESTS)
+    assert report.divided > 0
 
 
 # ------------------------------------------------------------------------------------------ negative controls

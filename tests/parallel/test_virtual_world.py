@@ -225,3 +225,13 @@ def test_ranks_in_different_collectives_are_told_so(how: str, told: str) -> None
 def test_a_world_of_no_ranks_is_refused() -> None:
     with pytest.raises(WorldError, match="0 ranks"):
         run_virtual(collectives, 0)
+
+
+def itself(world: World) -> World:
+    return world
+
+
+def test_ranks_whose_run_is_over_have_no_peers_to_wait_for() -> None:
+    for world in run_virtual(itself, 2):
+        with pytest.raises(WorldError, match=rf"barrier of virtual rank {world.rank}: the run .* is over"):
+            world.barrier()

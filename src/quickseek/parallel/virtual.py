@@ -69,6 +69,8 @@ class _Turns:
 
         ``once``: called by the last to come, before any goes on; what it returns is then every rank's value.
         """
+        if self.done.is_set():
+            raise WorldError(f"{_told(what)} of virtual rank {rank}: the run that it belongs to is over")
         if self.failure is not None:
             raise _Ended
         self._whats[rank], self._values[rank] = what, value
