@@ -29,12 +29,16 @@ def launches() -> dict[str, Callable[[], object]]:
             f"latents of codes, {rows}": lambda codes=codes: kernels.linear(codes, fp8(1792, 5120)),
             f"queries, {rows}": lambda latent=latent: kernels.linear(latent, fp8(8192, 1280)),
             f"output groups, {rows}": lambda rows=rows: kernels.grouped_linear(bf16(rows, 2, 4096), fp8(2048, 4096)),
+            f"FP4, {rows}": lambda x=x: kernels.linear(x, fp4),
+            f"shared down, {rows}": lambda rows=rows: kernels.linear(bf16(rows, 576), fp8(5120, 576)),
+        }
+    for rows in (1, 6, 12):
+        x = bf16(rows, 5120)
+        calls |= {
             f"router, {rows}": lambda x=x: kernels.linear_wide(x, bf16(384, 5120)),
             f"head, {rows}": lambda x=x: kernels.linear_wide(x, bf16(32320, 5120)),
             f"Markov bias, {rows}": lambda rows=rows: kernels.linear_wide(bf16(rows, 256), bf16(32320, 256)),
             f"index keys, {rows}": lambda rows=rows: kernels.linear(bf16(rows, 512), bf16(128, 512)),
-            f"FP4, {rows}": lambda x=x: kernels.linear(x, fp4),
-            f"shared down, {rows}": lambda rows=rows: kernels.linear(bf16(rows, 576), fp8(5120, 576)),
         }
     return calls | {
         "FP32, 6": lambda: kernels.linear_wide(torch.empty(6, 5120), bf16(384, 5120)),

@@ -22,7 +22,9 @@ def run(device: torch.device, x: Tensor | QuantizedRows, weight: Weight, quantiz
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "outputs", "inner"), [(1, 40, 96), (6, 96, 576), (12, 33, 288), (18, 72, 160)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inner"), [(1, 40, 96), (6, 96, 576), (12, 33, 288), (18, 72, 160), (65, 72, 320)]
+)
 def test_a_product_is_that_of_the_reference(
     device: torch.device, kind: str, rows: int, outputs: int, inner: int
 ) -> None:
@@ -37,7 +39,7 @@ def test_a_product_is_that_of_the_reference(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp4"])
-@pytest.mark.parametrize("rows", [3, 11, 20])
+@pytest.mark.parametrize("rows", [3, 11, 20, 65])
 def test_rows_that_come_quantised_give_the_same_as_rows_quantised_here(
     device: torch.device, kind: str, rows: int
 ) -> None:
@@ -49,7 +51,7 @@ def test_rows_that_come_quantised_give_the_same_as_rows_quantised_here(
         assert_op(run(device, codes, weight), reference.linear(x, weight), terms=terms(x, weight, True))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 17])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 65])
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device, rows: int) -> None:
     x, weight = inputs(rows, 320), weight_of("fp8", 32, 320)
     out = run(device, x, weight)
@@ -60,7 +62,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device, rows:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [3, 17])
+@pytest.mark.parametrize("rows", [3, 17, 65])
 def test_a_nan_row_stays_in_its_row(device: torch.device, kind: str, rows: int) -> None:
     weight = weight_of(kind, 40, 96)
     assert_nan_stays(lambda x: run(device, x, weight), inputs(rows, 96), 2)
@@ -68,7 +70,7 @@ def test_a_nan_row_stays_in_its_row(device: torch.device, kind: str, rows: int) 
         assert_nan_stays(lambda x: run(device, x, weight) + x.sum(), inputs(rows, 96), 2)
 
 
-@pytest.mark.parametrize("rows", [2, 17])
+@pytest.mark.parametrize("rows", [2, 17, 65])
 def test_a_nan_scale_of_a_weight_spoils_its_own_outputs_only(device: torch.device, rows: int) -> None:
     x, weight = inputs(rows, 96), weight_of("fp8", 80, 96)
     assert isinstance(weight, Fp8Weight)
@@ -80,8 +82,9 @@ def test_a_nan_scale_of_a_weight_spoils_its_own_outputs_only(device: torch.devic
         assert_bits(out[:, part], clean[:, part])
 
 
-def test_rows_of_a_wider_tensor_and_a_part_of_a_weight_are_read_where_they_are(device: torch.device) -> None:
-    wide, weight = inputs(4, 192), weight_of("fp8", 96, 96)
+@pytest.mark.parametrize("rows", [4, 17, 65])
+def test_rows_of_a_wider_tensor_and_a_part_of_a_weight_are_read_where_they_are(device: torch.device, rows: int) -> None:
+    wide, weight = inputs(rows, 192), weight_of("fp8", 96, 96)
     assert isinstance(weight, Fp8Weight)
     part = Fp8Weight(weight.codes[32:64], weight.scales[1:2])
     x = wide[:, 96:]
@@ -97,7 +100,7 @@ def test_a_weight_that_every_step_would_copy_is_refused_before_anything_runs(
 ) -> None:
     x, weight = inputs(2, 96), weight_of("fp8", 64, 96)
     assert isinstance(weight, Fp8Weight)
-    for kernel in ("_few", "_held", "_many", "_plain", "_prepare_rows"):
+    for kernel in ("_few", "_held", "_many", "_plain", "_prepare_rows", "_values"):
         monkeypatch.setattr(kernels, kernel, None)
     if part == "values":
         for name, run_door in (("weight", kernels.linear_wide), ("weight", lambda x, w: kernels.linear(x, w, True))):
@@ -137,7 +140,7 @@ def test_a_wide_product_is_fp32(device: torch.device, rows: int, x_type: torch.d
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "groups", "outputs"), [(3, 2, 64), (2, 3, 20), (18, 2, 32)])
+@pytest.mark.parametrize(("rows", "groups", "outputs"), [(3, 2, 64), (2, 3, 20), (18, 2, 32), (65, 2, 64), (65, 3, 20)])
 def test_a_grouped_product_is_block_diagonal(
     device: torch.device, kind: str, rows: int, groups: int, outputs: int
 ) -> None:
@@ -156,12 +159,32 @@ def test_a_grouped_product_is_block_diagonal(
 
 
 def test_split_sums_are_added_in_order(device: torch.device) -> None:
-    x, weight = normal(17, 1536, dtype=torch.bfloat16), weight_of("bf16", 16, 1536)
-    out = run(device, x, weight)
-    assert_op(out, reference.linear(x, weight), terms=terms(x, weight, False))
-    assert_bits(run(device, x, weight), out)
+    x, weight = normal(17, 1536, dtype=torch.bfloat16), weight_of("fp8", 32, 1536)
+    assert isinstance(weight, Fp8Weight)
+    out = run(device, x, weight, False)
+    assert_op(out, reference.linear(x, weight, False), terms=terms(x, weight, False))
+    assert_bits(run(device, x, weight, False), out)
+    less = Fp8Weight(weight.codes[:, :1024], weight.scales[:, :32])
     with pytest.raises(AssertionError, match="outside"):
-        assert_op(run(device, x[:, :1024].contiguous(), weight[:, :1024]), reference.linear(x, weight))  # type: ignore[index]
+        assert_op(run(device, x[:, :1024].contiguous(), less, False), reference.linear(x, weight, False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_library_multiplies_where_it_is_quicker(
+    kind: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    def refused(*_: object) -> Tensor:
+        raise AssertionError("the library was asked")
+
+    monkeypatch.setattr(kernels, "_mm", refused)
+    weight = weight_of(kind, 32, 96)
+    most = kernels.library_rows(kind, 32 * 96)
+    rows = min(most, 70)
+    assert run(device, inputs(rows, 96), weight).shape == (rows, 32)
+    if kind != "fp4":
+        with pytest.raises(AssertionError, match="the library was asked"):
+            run(device, inputs(rows + 1, 96), weight)
+    assert kernels.library_rows("fp8", 1 << 27) > kernels.library_rows("fp8", 1 << 20)
 
 
 def test_other_dtypes_are_refused_before_a_launch(device: torch.device) -> None:

@@ -3,10 +3,11 @@
 ``_few`` (up to 16 rows, one launch): a program has 16 or 32 outputs, each of its warps a part of K; it reads its
 weights once, and the activations, which it quantises itself. ``_held`` (up to 8 rows, where ``held_shape`` has a shape
 for the weight) is ``_few`` with all weights of a program in registers before it waits for its predecessor. ``_many``
-(more rows, or quantised rows on FP4): tiles of outputs and rows; where they are too few for the GPU, K is split and the
-last program of a tile adds the parts in order. ``_prepare_rows`` runs before it (a second launch) where rows are to be
-quantised or parts to be counted. ``_plain`` (one launch): products with an FP32 side, without tensor cores. Bytes: the
-weight as stored, and rows in and out.
+(up to ``library_rows`` of a packed weight, and any number on FP4): tiles of outputs and rows; where they are too few
+for the GPU, K is split and the last program of a tile adds the parts in order. ``_prepare_rows`` runs before it (a
+second launch) where rows are to be quantised or parts to be counted. More rows are PyTorch's to multiply, after
+``_prepare_rows`` and ``_values``, which makes a packed weight BF16. ``_plain`` (one launch): products with an FP32
+side, without tensor cores. Bytes: the weight as stored, and rows in and out.
 
 E8M0 scales multiply values before they are rounded to BF16, which is exact for scales within 2^100 of one; codes on
 both sides are multiplied in FP16, where they are exact, and scaled in FP32. ``_few`` asks for its weights before it
@@ -32,12 +33,16 @@ if TYPE_CHECKING:
 FEW_ROWS = 16
 """Rows up to which one launch without tiles of rows is used."""
 MOST_SPLITS = 16
+LARGE_WEIGHT = 1 << 26
+"""Values of a weight that PyTorch multiplies with more rows only: writing and reading them takes that long."""
 WIDE_BF16 = (32, 4, 128, 3)
 """What ``few_shape`` gives for BF16 weights of many outputs."""
 HELD_BYTES = 320
 """Bytes of an FP8 weight that a thread holds at most: with more, a program leaves no room for the next kernel's."""
 PREPARED = 1024
 """Values of a program of ``_prepare_rows``."""
+COLUMNS = 256
+"""Columns of a program of ``_values``."""
 
 
 @triton.jit
@@ -259,10 +264,9 @@ def _many(
         start = step * STEP
         k = start + tl.arange(0, STEP)
         blocks = start // 32 + tl.arange(0, GROUPS)
-        if KIND != "bf16":
-            scales = tl.load(
-                scale_rows[:, None] + blocks[None, :], mask=here[:, None] & (blocks * 32 < inner)[None, :], other=0
-            )
+        scales = tl.load(
+            scale_rows[:, None] + blocks[None, :], mask=here[:, None] & (blocks * 32 < inner)[None, :], other=0
+        )
         if KIND == "fp4":
             pair = start // 2 + tl.arange(0, STEP // 2)
             codes = tl.load(
@@ -271,11 +275,8 @@ def _many(
             values = _fp4_values(codes, scales, (OUT, STEP), (OUT, GROUPS, 32))
         else:
             codes = tl.load(codes_rows[:, None] + k[None, :], mask=here[:, None] & (k < inner)[None, :], other=0)
-            if KIND == "fp8":
-                scaled = tl.reshape(math.e4m3_value(codes), (OUT, GROUPS, 32)) * math.e8m0_value(scales)[:, :, None]
-                values = tl.reshape(scaled, (OUT, STEP)).to(tl.bfloat16)
-            else:
-                values = codes
+            scaled = tl.reshape(math.e4m3_value(codes), (OUT, GROUPS, 32)) * math.e8m0_value(scales)[:, :, None]
+            values = tl.reshape(scaled, (OUT, STEP)).to(tl.bfloat16)
         taken = tl.load(x_rows[:, None] + k[None, :], mask=there[:, None] & (k < inner)[None, :], other=0.0)
         sums = tl.dot(values, tl.trans(taken), sums)
     width = outputs * (tl.num_programs(2) // splits)
@@ -315,6 +316,21 @@ def _prepare_rows(x, scales, out, arrived, size, tiles, INPUT: tl.constexpr, WID
             scale = math.e8m0_value(tl.load(scales + group, mask=group * 32 < size, other=0))
             values = math.e4m3_value(taken) * scale[:, None]
         tl.store(out + place, values.to(tl.bfloat16), mask=mask)
+
+
+@chained
+@triton.jit
+def _values(codes, scales, out, outputs, inner, stride, scales_stride, COLUMNS: tl.constexpr):
+    """out [outputs, inner]: BF16 values of FP8 codes, a block row of 32 outputs and COLUMNS columns a program."""
+    begin()
+    block = tl.program_id(0).to(tl.int64)
+    row, column = block * 32 + tl.arange(0, 32), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1) * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
+    inside = (row < outputs)[:, None] & (column < inner)[None, :]
+    taken = math.e4m3_value(tl.load(codes + row[:, None] * stride + column[None, :], mask=inside, other=0))
+    scale = math.e8m0_value(tl.load(scales + block * scales_stride + group, mask=group * 32 < inner, other=0))
+    values = tl.reshape(tl.reshape(taken, (32, COLUMNS // 32, 32)) * scale[None, :, None], (32, COLUMNS))
+    tl.store(out + row[:, None] * inner + column[None, :], values.to(tl.bfloat16), mask=inside)
 
 
 @chained
@@ -389,6 +405,8 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     out = torch.empty(rows, codes.shape[0], dtype=dtype, device=x.device)
     if not out.numel():
         return out
+    if rows > library_rows(kind, codes.numel()):
+        return _multiplied(x, scales, (kind, codes, weight_scales), given, out, groups)
     tiled = rows > FEW_ROWS or (kind == "fp4" and given != "plain")
     # _few needs tiles of outputs that lie in one block row of scales.
     if tiled or (kind == "fp8" and groups > 1 and outputs % BLOCK):
@@ -460,6 +478,62 @@ def few_shape(
     return (16, 4, 256, 2) if given == "codes" and rows <= 8 else (16, 4, 128, 3)
 
 
+def library_rows(kind: str, size: int) -> int:
+    """The most rows that kernels of ours multiply with a weight of ``size`` values (one H200)."""
+    if kind == "bf16":
+        return FEW_ROWS
+    if kind == "fp4":
+        return 1 << 31
+    return 192 if size > LARGE_WEIGHT else 64
+
+
+def _multiplied(
+    x: Tensor, scales: Tensor | None, stored: tuple[str, Tensor, Tensor], given: str, out: Tensor, groups: int
+) -> Tensor:
+    """``out`` by PyTorch's own product of BF16 values, sums in FP32."""
+    kind, values, weight_scales = stored
+    if kind == "fp8":
+        codes, values = values, torch.empty(values.shape, dtype=torch.bfloat16, device=out.device)
+        outputs, inner = codes.shape
+        _values[(triton.cdiv(outputs, BLOCK), triton.cdiv(inner, COLUMNS))](
+            codes, weight_scales, values, outputs, inner, codes.stride(0), weight_scales.stride(0),
+            COLUMNS=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    if given != "plain":
+        x = _prepared(x, scales, given, out, 0)
+    if groups == 1:
+        return _mm(x, values, out)
+    for one, rows, part in zip(x.unbind(1), values.chunk(groups), out.chunk(groups, 1), strict=True):
+        _mm(one, rows, part)
+    return out
+
+
+def _mm(x: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """out [T, O], BF16 or FP32, of BF16 x [T, K] and values [O, K]."""
+    if not out.is_cuda:
+        return out.copy_(x.float() @ values.float().T)
+    if out.dtype == torch.float32:
+        return torch.mm(x, values.T, out_dtype=torch.float32, out=out)
+    flags = torch.backends.cuda.matmul
+    usual = flags.allow_bf16_reduced_precision_reduction
+    try:
+        flags.allow_bf16_reduced_precision_reduction = False
+        return torch.mm(x, values.T, out=out)
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = usual
+
+
+def _prepared(x: Tensor, scales: Tensor | None, given: str, arrived: Tensor, tiles: int) -> Tensor:
+    """BF16 values of rows after ``given``, and zeros in ``tiles`` words of ``arrived``."""
+    if given != "plain":
+        x, scales = x.contiguous(), None if scales is None else scales.contiguous()
+    out = x if given == "plain" else torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    _prepare_rows[(triton.cdiv(max(tiles, x.numel() if given != "plain" else 0), PREPARED),)](
+        x, x if scales is None else scales, out, arrived, x.numel(), tiles, INPUT=given, WIDTH=PREPARED, num_warps=4
+    )
+    return out
+
+
 def _tiled(
     x: Tensor, scales: Tensor | None, stored: tuple[str, Tensor, Tensor], given: str, out: Tensor,
     outputs: int, groups: int,
@@ -479,14 +553,7 @@ def _tiled(
         parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
         arrived = torch.empty(tiles, dtype=torch.int32, device=out.device)
     if given != "plain" or splits > 1:
-        given_x, waiting = x, tiles if splits > 1 else 0
-        if given != "plain":
-            given_x, scales = x.contiguous(), None if scales is None else scales.contiguous()
-            x = torch.empty(x.shape, dtype=torch.bfloat16, device=out.device)
-        _prepare_rows[(triton.cdiv(max(waiting, x.numel() if given != "plain" else 0), PREPARED),)](
-            given_x, given_x if scales is None else scales, x, arrived, x.numel(), waiting,
-            INPUT=given, WIDTH=PREPARED, num_warps=4,
-        )  # fmt: skip
+        x = _prepared(x, scales, given, arrived, tiles if splits > 1 else 0)
     _many[(*grid, groups * splits)](
         x, codes, weight_scales, out, parts, arrived,
         rows, outputs, inner, steps, splits, x.stride(0), x.stride(1) if groups > 1 else 0,
