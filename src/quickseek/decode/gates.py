@@ -67,10 +67,9 @@ _FORKING = Gates(
     side_stream=MHC_OVERLAP_MAX_ROWS, overlap_inputs=OVERLAP_INPUTS_MAX_ROWS, shared_expert=FUSED_MHC_MAX_ROWS
 )
 
-# A fork and join breaks a chain of kernels that fetch first and costs 1.4 us, 80 times a step (measured on one H200,
-# a CUDA graph, PDL): off there. sm100 has the published limits, not measured here. A CPU takes every fork, so that
-# tests see each of them joined.
-GATES = {"cpu": _FORKING, "sm90": Gates(), "sm100": _FORKING}
+# sm90: measured on one H200 (docs/specialized_decode.md); inputs of attention beside its queries gained nothing there.
+# sm100 has the published limits, not measured here. A CPU takes every fork, so that tests see each of them joined.
+GATES = {"cpu": _FORKING, "sm90": replace(_FORKING, overlap_inputs=0), "sm100": _FORKING}
 """Gates by kind of device."""
 
 
