@@ -207,7 +207,7 @@ class Block:
             special(parts, operands)
             return
         kind = TYPES.get(parts[-1])
-        if parts[0] not in PLAIN or kind is None and parts[-1] != "pred":
+        if parts[0] not in PLAIN or (kind is None and parts[-1] != "pred"):
             raise NotImplementedError(f"PTX instruction {name}")
         values = [self.read(one, bool if parts[-1] == "pred" else kind) for one in operands[1:]]
         lossy = {"min": np.fmin, "max": np.fmax}.get(parts[0]) if parts[1:] == ["f32"] else None

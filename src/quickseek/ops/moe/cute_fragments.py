@@ -1,4 +1,4 @@
-"""Where the operands of the expert products for few rows lie (``cute.py``): plain arithmetic on ints or tensors.
+"""Where the operands of the products in ``cute_products.py`` lie: plain arithmetic on ints or tensors.
 
 One tensor-core product takes weights A [16 outputs, 16 k] and activations B [16 k, 8 columns], FP32 [16, 8] comes out.
 Lane = 4 * line + quarter holds A's rows ``line`` and ``line + 8`` and B's column ``line``, each at four k of its
