@@ -34,7 +34,7 @@ CHECKS = 100
 """Cycles of the longest runs between two looks at logits; short runs look four times as often."""
 FEW_REQUESTS, MANY_REQUESTS = 4, 8
 """The most requests at a time. Ranks divide the selections of MANY_REQUESTS."""
-MOST_JUDGED = 200
+MOST_JUDGED = 50
 """Different answers of a run that the reference judges, evenly taken from all: on a CPU each takes it a second."""
 KEPT = 8
 """Tokens of an answer before something is spoiled."""
