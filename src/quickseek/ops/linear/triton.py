@@ -501,7 +501,7 @@ def _multiplied(
         )  # fmt: skip
     if given != "plain":
         x = _prepared(x, scales, given, out, 0)
-    if groups == 1:
+    if x.dim() == 2:
         return _mm(x, values, out)
     for one, rows, part in zip(x.unbind(1), values.chunk(groups), out.chunk(groups, 1), strict=True):
         _mm(one, rows, part)
