@@ -14,6 +14,7 @@ from op_case import Build, Calls, Case
 from quickseek.ops import moe
 from quickseek.ops.linear import Fp4Weight, Fp8Weight
 from quickseek.ops.moe import ExpertWeights, Routing, UnfinalizedMoE
+from quickseek.ops.moe import triton as kernels
 
 ROWS = (1, 6, 8, 48, 384)
 HIDDEN, INNER, EXPERTS, TOP, LIMIT, SCALE = 5120, 576, 384, 6, 10.0, 1.5
@@ -62,6 +63,22 @@ def experts(rows: int) -> Build:
             functools.partial(moe.routed_experts, x, routing, weights, limit=LIMIT)
             for routing in routings(rows, device, copies)
         ]
+
+    return build
+
+
+def experts_by_triton(rows: int) -> Build:
+    """``experts`` without the kernels in CuTe DSL."""
+
+    def build(device: torch.device, copies: int) -> Calls:
+        def call(routed: Callable[[], object]) -> object:
+            chosen, kernels.few_rows = kernels.few_rows, lambda *_: None
+            try:
+                return routed()
+            finally:
+                kernels.few_rows = chosen
+
+        return [functools.partial(call, routed) for routed in experts(rows)(device, copies)]
 
     return build
 
@@ -175,6 +192,12 @@ def cases() -> list[Case]:
                 build=experts(rows),
                 alternative=experts_torch(rows),
                 alternative_name="torch._grouped_mm on BF16 weights",
+            ),
+            Case(
+                name="routed_experts by Triton",
+                rows=rows,
+                bytes=active * EXPERT_BYTES + rows * (1 + TOP) * row,
+                build=experts_by_triton(rows),
             ),
             Case(
                 name="shared_expert",

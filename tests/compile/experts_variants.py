@@ -53,7 +53,12 @@ def main() -> None:
         text = compile_kernel(kernel, arguments, "--keep-ptx").__ptx__
         target = re.search(r"^\.target (\S+)", text, re.MULTILINE)
         assert target is not None
-        found = {"name": name, "target": target.group(1), "order": chain_order(text)}
+        found = {
+            "name": name,
+            "target": target.group(1),
+            "order": chain_order(text),
+            "constant": text.count("ld.global.nc"),
+        }
         print(json.dumps(found | ({"ptx": text} if small else {})), flush=True)
 
 

@@ -12,6 +12,7 @@ from op_cases import poisoned_outputs
 from quickseek.ops import moe
 from quickseek.ops.linear import Fp4Weight, Fp8Weight
 from quickseek.ops.moe import ExpertWeights, Routing, UnfinalizedMoE, reference
+from quickseek.ops.moe import triton as kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -94,6 +95,16 @@ def test_equal_logits_go_to_the_lowest_experts_on_a_gpu(value: float) -> None:
 # ---------------------------------------------------------------------------------------------- experts
 
 
+@pytest.fixture(params=["registers", "shared memory"])
+def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows by the kernels in CuTe DSL, then by those in Triton."""
+    if request.param == "registers":
+        if kernels.few_rows_kernels() is None:
+            pytest.skip("needs nvidia-cutlass-dsl")
+    else:
+        monkeypatch.setattr(kernels, "few_rows", lambda *_: None)
+
+
 def check_experts(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
     def run() -> UnfinalizedMoE:
         return moe.routed_experts(x, routing, weights, limit=LIMIT)
@@ -112,23 +123,27 @@ def check_experts(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
         assert_op(found.rows.roll(1, 1), expected.rows, "rows")
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("rows", [*ROWS, 2048])
 def test_experts_in_the_shapes_of_four_ranks(rows: int) -> None:
     check_experts(bf16(rows, HIDDEN), drawn(rows, 384, 6), experts_on_gpu(384, 576))
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("inner", [288, 1152, 2304])
-@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("rows", [2, 5, 40])
 def test_experts_of_other_ranks(rows: int, inner: int) -> None:
     check_experts(bf16(rows, HIDDEN), drawn(rows, 12, 3), experts_on_gpu(12, inner))
 
 
-@pytest.mark.parametrize("rows", [1, 48, 384])
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 48, 384])
 def test_all_rows_may_go_to_the_same_experts(rows: int) -> None:
     experts = torch.tensor([[383, 0, 7, 6, 5, 200]], device="cuda").expand(rows, -1).contiguous()
     check_experts(bf16(rows, HIDDEN), Routing(experts, torch.rand(rows, 6, device="cuda")), experts_on_gpu(384, 576))
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_the_last_expert_of_a_whole_layer_lies_beyond_2_to_the_31() -> None:
     weights = ExpertWeights(packed(384, 4608, HIDDEN), packed(384, HIDDEN, 2304))
     assert isinstance(weights.w2, Fp4Weight) and weights.w2.codes.numel() > 2**31
@@ -136,6 +151,7 @@ def test_the_last_expert_of_a_whole_layer_lies_beyond_2_to_the_31() -> None:
     check_experts(bf16(2, HIDDEN), Routing(experts, torch.rand(2, 2, device="cuda")), weights)
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("rows", [8, 384])
 def test_a_nan_row_leaves_the_others(rows: int) -> None:
     x, routing, weights = bf16(rows, HIDDEN), drawn(rows, 384, 6), experts_on_gpu(384, 576)
@@ -148,6 +164,22 @@ def test_a_nan_row_leaves_the_others(rows: int) -> None:
     assert spoilt.rows[mine].isnan().all()
     with pytest.raises(AssertionError, match="differ in bits"):
         assert_bits(spoilt.rows, clean.rows)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 8, 60])
+def test_both_forms_of_few_rows_agree(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels.few_rows_kernels() is None:
+        pytest.skip("needs nvidia-cutlass-dsl")
+    x, routing, weights = bf16(rows, HIDDEN), drawn(rows, 384, 6), experts_on_gpu(384, 576)
+    routing.experts[0, 1] = -1
+    found = moe.routed_experts(x, routing, weights, limit=LIMIT)
+    monkeypatch.setattr(kernels, "few_rows", lambda *_: None)
+    other = moe.routed_experts(x, routing, weights, limit=LIMIT)
+    assert_bits(found.index, other.index)
+    kept = other.index[other.index >= 0]
+    assert_op(found.rows[kept], other.rows[kept])
+    with pytest.raises(AssertionError, match="outside"):
+        assert_op(found.rows[kept].roll(1, 1), other.rows[kept])
 
 
 # ---------------------------------------------------------------------------------------------- shared, finalisation

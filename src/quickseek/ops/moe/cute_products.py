@@ -45,9 +45,9 @@ class Operand(NamedTuple):
 
 
 def stream_pack(address: Any) -> Any:
-    """16 bytes of a weight, as four words, past the L1 cache."""
+    """16 bytes of a weight, as four words, past the L1 cache; no ``.nc``, which the assembler moves behind a wait."""
     return inline_ptx(
-        "ld.global.nc.L1::no_allocate.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        "ld.global.L1::no_allocate.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,
         read_only_args=[address],
     )
@@ -55,7 +55,7 @@ def stream_pack(address: Any) -> Any:
 
 def weight_byte(address: Any) -> Any:
     """A byte of a weight's scales in a word."""
-    return inline_ptx("ld.global.nc.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+    return inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
 def copy_or_zero(target: Any, source: Any, size: int, wanted: Any) -> None:
