@@ -12,6 +12,7 @@ from op_cases import normal, poisoned_outputs
 from quickseek import formats
 from quickseek.ops.linear import Fp4Weight
 from quickseek.ops.moe import ExpertWeights, Routing, UnfinalizedMoE, reference
+from quickseek.ops.moe.cute_fragments import code_place
 
 kernels = pytest.importorskip("quickseek.ops.moe.triton")
 
@@ -195,6 +196,27 @@ def test_tiles_that_no_expert_needs_are_written_as_empty(device: torch.device, a
     counts = [int((chosen == expert).sum()) for expert in range(experts)]
     assert [int((owners == expert).sum()) for expert in range(experts)] == [-(-count // 16) for count in counts]
     assert int((owners == -1).sum()) == len(owners) - sum(-(-count // 16) for count in counts) > 0
+
+
+@pytest.mark.parametrize("hidden", [96, 1088])
+def test_rows_are_prepared_as_codes_and_scales_for_products_in_registers(device: torch.device, hidden: int) -> None:
+    rows, chosen = 3, drawn(3, 4, 2)
+    x = rows_of(rows, hidden)
+    x[1, 40] = torch.nan
+    codes = torch.full((rows, hidden), 0x55, dtype=torch.uint8, device=device)
+    factors = torch.full((rows, hidden // 32), -1.0, device=device)
+    index, tokens = (torch.empty(6, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+    tiles, chunks = torch.empty(6, 3, dtype=torch.int32, device=device), -(-hidden // 1024)
+    arguments = x.to(device), chosen.to(device), codes, factors, index, tokens, tiles
+    kernels.prepare[(6 + rows * chunks,)](*arguments, 6, 2, 4, hidden, 6, chunks, BY_EXPERT=False, ROWS=8)
+    expected, scales = formats.quantize_a8(x)
+    placed = codes.cpu().unflatten(1, (-1, 32))[..., code_place(torch.arange(32))].flatten(1)
+    assert_bits(placed & 0x7F, expected.view(torch.uint8) & 0x7F)
+    numbers = ~expected.float().isnan()
+    assert_bits(placed[numbers], expected.view(torch.uint8)[numbers])
+    assert_bits(factors.cpu(), formats.e8m0_to_float32(scales))
+    with pytest.raises(AssertionError, match="differ in bits"):
+        assert_bits(codes.cpu() & 0x7F, expected.view(torch.uint8) & 0x7F)
 
 
 @pytest.mark.parametrize("rows", [6, 12, 40])
