@@ -12,6 +12,8 @@ from quickseek.ops.sampling import reference
 
 VOCABULARY = 129280
 ROWS = (1, 6, 8, 48, 384)
+FLAT, PEAKED = 3.0, 6.0
+"""Widths of logits: top_p 0.95 takes about 12,000 ids of a flat row, and fewer than 200 of a peaked one."""
 MOST_SAMPLED = 48
 """The float64 distributions of more rows would not fit into many copies."""
 
@@ -32,9 +34,11 @@ def _rows(logits: Tensor) -> Rows:
     return Rows(logits, (ones, 0.95 * ones, torch.full_like(seeds, 50), 0 * ones), seeds)
 
 
-def _over_rows(count: int, call: Callable[[Rows], object]) -> Callable[[torch.device, int], Calls]:
+def _over_rows(count: int, call: Callable[[Rows], object], width: float) -> Callable[[torch.device, int], Calls]:
+    """Calls over rows of normal logits of that width."""
+
     def build(device: torch.device, copies: int) -> Calls:
-        held = [_rows(3 * torch.randn(count, VOCABULARY, device=device)) for _ in range(copies)]
+        held = [_rows(width * torch.randn(count, VOCABULARY, device=device)) for _ in range(copies)]
         return [lambda one=one: call(one) for one in held]  # type: ignore[misc]
 
     return build
@@ -79,31 +83,32 @@ def _torch_log(rows: Rows) -> object:
     return (values > values.gather(1, rows.seeds.unsqueeze(1))).sum(1), torch.topk(values, 20)
 
 
-Kind = tuple[str, Callable[[Rows], object], Callable[[Rows], object], str]
-"""Name, this operation, PyTorch's own way, and what that is."""
+Kind = tuple[str, Callable[[Rows], object], Callable[[Rows], object], str, float]
+"""Name, this operation, PyTorch's own way, what that is, and the width of the logits."""
 
 
 def cases() -> list[Case]:
-    found = []
+    found, race = [], "sort and an exponential race"
     for rows in ROWS:
         kinds: list[Kind] = [
-            ("greedy", lambda held: sampling.greedy(held.logits), lambda held: held.logits.argmax(-1), "argmax")
+            ("greedy", lambda held: sampling.greedy(held.logits), lambda held: held.logits.argmax(-1), "argmax", FLAT)
         ]
         if rows <= MOST_SAMPLED:
             kinds += [
-                ("sample, top_k and top_p", _sample, _torch_sample, "sort and an exponential race"),
-                ("sample, top_p alone", _sample_by_mass, _torch_sample_by_mass, "sort and an exponential race"),
-                ("draft from 64", _draft, _torch_draft, "topk and an exponential race"),
-                ("log-probabilities, top 20", _log, _torch_log, "log_softmax and topk"),
+                ("sample, top_k and top_p", _sample, _torch_sample, race, FLAT),
+                ("sample, top_p alone", _sample_by_mass, _torch_sample_by_mass, race, FLAT),
+                ("sample, top_p alone, peaked", _sample_by_mass, _torch_sample_by_mass, race, PEAKED),
+                ("draft from 64", _draft, _torch_draft, "topk and an exponential race", FLAT),
+                ("log-probabilities, top 20", _log, _torch_log, "log_softmax and topk", FLAT),
             ]
-        for name, ours, theirs, what in kinds:
+        for name, ours, theirs, what, width in kinds:
             found.append(
                 Case(
                     name=f"sampling {name}",
                     rows=rows,
                     bytes=rows * VOCABULARY * 4,
-                    build=_over_rows(rows, ours),
-                    alternative=_over_rows(rows, theirs),
+                    build=_over_rows(rows, ours, width),
+                    alternative=_over_rows(rows, theirs, width),
                     alternative_name=what,
                 )
             )

@@ -4,12 +4,13 @@ A row of the vocabulary is cut into ranges of up to 4096 ids, one program each; 
 order of ranges, so the same row gives the same bits in any batch. ``greedy``: a launch for ranges, one for rows.
 
 Selections (top_k, top_p, the most likely ids) are ``triton_threshold``'s. Counted: a chained launch is 2 us; besides,
-passes over ranges wait for 0.5 MB a row from memory or the L2 cache (1 us), ``list_levels`` for 16 KB of counts, and
-the one program a row of ``_limit`` and ``_collect`` for two dependent loads (1.4 us) and some ten reads of the listed
-ids of 0.4 us for each limit.
+passes over ranges wait for 0.5 MB a row from memory or the L2 cache (1 us), those that list or narrow for 16 KB of
+counts too, and the one program a row of ``_limit`` and ``_collect`` for two dependent loads (1.4 us) and some ten reads
+of the listed ids of 0.4 us for each limit.
 
 - ``probabilities``: ``_largest``, ``_weigh`` (unnormalised probabilities in float64 after temperature and min_p, 1 MB a
-  row written), ``list_levels``, ``_limit`` (top_k, then top_p), ``_normalise``: 5 launches. ``draw``: 2, of few ids 1.
+  row written), ``narrow``, ``list_window``, ``_limit`` (top_k, then top_p), ``_normalise``: 6 launches. ``draw``: 2, of
+  few ids 1.
 - ``most_likely``: ``_largest``, ``spread``, ``list_levels``, ``_collect``, ``_order``, ``_draft``: 6 launches.
 - ``log_probabilities``: ``_largest``, ``_log_sums``, ``_log_chosen``, then ``list_levels``, ``_collect`` and ``_order``
   for the likeliest ids: 6 launches.
@@ -30,18 +31,22 @@ from quickseek.ops.sampling.triton_threshold import (
     LEVELS,
     best_of_row,
     count_levels,
+    extent,
     key_value,
     largest_of,
     last_tie,
     limits,
     list_levels,
+    list_window,
     members,
+    min_p_of,
+    narrow,
     order_key,
     row_logits,
     scale_of,
     search,
-    split,
     spread,
+    weight_of_row,
 )
 from quickseek.ops.triton_chain import begin, chained
 
@@ -99,8 +104,7 @@ def _weigh(
     x = row_logits(logits, row, index, vocabulary)
     count_levels(levels, x, largest, inside, row, part, ranges)
     weight = tl.exp((x.to(tl.float64) - key_value(largest).to(tl.float64)) / scale_of(temperature, row))
-    if min_p is not None:
-        weight = tl.where(weight >= tl.load(min_p + row).to(tl.float64), weight, 0.0)
+    weight = tl.where(weight >= min_p_of(min_p, row), weight, 0.0)
     if tl.load(temperature + row) == 0.0:
         weight = tl.where(index == best, 1.0, 0.0).to(tl.float64)
     weight = tl.where(inside & (choice != 0), weight, 0.0)
@@ -111,43 +115,47 @@ def _weigh(
 @chained
 @triton.jit(do_not_specialize=["room"])
 def _limit(
-    logits, keys, ids, temperature, top_k, top_p, weights, sums, listing, listed, borders, lasts, kept,
+    logits, keys, ids, temperature, top_k, top_p, weights, sums, listing, listed, ahead, above, borders, lasts, kept,
     vocabulary, ranges, room, block: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
     """What top_k and top_p leave of each row: keys above ``borders``, ids up to ``lasts`` with that key; its weight."""
     begin()
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, block_r)
-    limit, by_count, share, by_mass = limits(top_k, 0, top_p, temperature, row, vocabulary)
-    total = tl.sum(tl.load(sums + row * ranges + part, mask=part < ranges, other=0.0), 0)
+    row = tl.program_id(0).to(tl.int64)
+    limit, by_count, share, by_mass = limits(top_k, top_p, temperature, row, vocabulary)
+    total = weight_of_row(sums, row, ranges, block_r)
     largest, _best, _choice = best_of_row(keys, ids, row, ranges, block_r)
-    border, last = largest * 0, vocabulary * 0 - 1
+    lowest, last = largest * 0, vocabulary * 0 - 1
+    border = lowest
     logits += row * vocabulary
     weights += row * vocabulary
     listing += row * room
     if (by_count | by_mass) & (total > 0.0):
         length = tl.load(listed + row)
-        use = (length > 0) & (length >= limit)
+        use = length >= 0
         items = tl.where(use, length, vocabulary)
+        over = tl.where(use, weight_of_row(above, row, ranges, block_r), 0.0)
         if by_count:
-            border, last = largest_of(logits, listing, use, items, limit, largest, block)
-        mass, low, _below = split(logits, weights, listing, use, items, border, last, largest * 0, block)
+            limit -= tl.where(use, tl.load(ahead + row), 0)
+            border, last = largest_of(logits, listing, use, items, limit, lowest, block)
+        mass, low, top = extent(logits, weights, listing, use, items, border, last, block)
         if by_count:
-            total = mass
+            total = over + mass
         if by_mass:
             # Above 0, so that the first id always stays.
             target = tl.maximum(share * total, 1e-300)
-            if use & (mass < target):
-                use, items = length < 0, vocabulary * 1
-                mass, low, _below = split(logits, weights, listing, use, items, border, last, largest * 0, block)
-            key, above, found = search(
-                logits, weights, listing, use, items, border, last, low, largest, mass, target, block
+            if use & ((over >= target) | (over + mass < target)):
+                use, items, over = length < 0, vocabulary * 1, over * 0.0
+                mass, low, top = extent(logits, weights, listing, use, items, border, last, block)
+            target -= over
+            key, before, found = search(
+                logits, weights, listing, use, items, border, last, low, top, mass, target, block
             )
             distance = key_value(key).to(tl.float64) - key_value(largest).to(tl.float64)
             each = tl.exp(distance / scale_of(temperature, row))
             # Ties stay while what is before them has not reached the target. All of them weigh the same.
-            ties = tl.minimum(tl.ceil((target - above) / each), 1.0 * vocabulary)
+            ties = tl.minimum(tl.ceil((target - before) / each), 1.0 * vocabulary)
             last = last_tie(logits, weights, listing, use, items, border, last, key, ties.to(tl.int32), block)
-            border, total = key, above + tl.minimum(ties * each, found - above)
+            border, total = key, over + before + tl.minimum(ties * each, found - before)
     tl.store(borders + row, border.to(borders.dtype.element_ty, bitcast=True))
     tl.store(lasts + row, last)
     tl.store(kept + row, total)
@@ -222,15 +230,15 @@ def _collect(
     begin()
     row = tl.program_id(0).to(tl.int64)
     largest, _best, _choice = best_of_row(keys, ids, row, ranges, block_r)
-    border, last = largest * 0, vocabulary * 0 - 1
-    use, items = vocabulary < 0, vocabulary * 1
+    lowest, last = largest * 0, vocabulary * 0 - 1
+    border, use, items = lowest, vocabulary < 0, vocabulary * 1
     logits += row * vocabulary
     listing += row * room
     if count < vocabulary:
         length = tl.load(listed + row)
         use = length >= count
         items = tl.where(use, length, vocabulary)
-        border, last = largest_of(logits, listing, use, items, count, largest, block)
+        border, last = largest_of(logits, listing, use, items, count, lowest, block)
     taken = items * 0
     for start in range(0, items, block):
         index, _key, member = members(logits, None, listing, use, start, items, border, last, block)
@@ -385,17 +393,35 @@ class _Rows:
     def levels(self) -> Tensor:
         return self.empty(self.rows, self.ranges, LEVELS.value, dtype=torch.int32)
 
-    def listed(
-        self, keys: Tensor, ids: Tensor, levels: Tensor, count: int = 0, top_k: Tensor | None = None,
-        top_p: Tensor | None = None, temperature: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Of the rows that ask for a selection: ids among which it is, and how many (``list_levels``)."""
+    def listed(self, keys: Tensor, ids: Tensor, levels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Ids of each row that hold its ``count`` largest, and how many there are (``list_levels``)."""
         listing, listed = self.empty(self.rows, self.room, dtype=torch.int32), self.empty(self.rows, dtype=torch.int32)
         list_levels[self.grid](
-            self.logits, keys, ids, levels, top_k, count, top_p, temperature, listing, listed, self.vocabulary,
-            self.ranges, self.room, self.block, self.block_r,
+            self.logits, keys, ids, levels, listing, listed, self.vocabulary, self.ranges, count, self.room, self.block,
+            self.block_r,
         )  # fmt: skip
         return listing, listed
+
+    def bordering(
+        self, keys: Tensor, ids: Tensor, asked: tuple[Tensor | None, ...], weights: Tensor, sums: Tensor, levels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Ids around the borders that ``asked`` (temperature, top_k, top_p, min_p) give, and what is above them.
+
+        The listing and how many ids it has, how many are above, and what those of each range weigh (``list_window``).
+        """
+        windows, parts = self.empty(self.rows, 2, dtype=torch.int32), torch.empty_like(levels)
+        over, inside, above = (torch.empty_like(sums) for _ in range(3))
+        skipped, listed, ahead = (self.empty(self.rows, dtype=torch.int32) for _ in range(3))
+        listing = self.empty(self.rows, self.room, dtype=torch.int32)
+        narrow[self.grid](
+            self.logits, keys, ids, *asked, weights, sums, levels, windows, skipped, over, inside, parts,
+            self.vocabulary, self.ranges, self.block, self.block_r,
+        )  # fmt: skip
+        list_window[self.grid](
+            self.logits, keys, ids, *asked, weights, sums, windows, skipped, over, inside, parts, listing, listed,
+            ahead, above, self.vocabulary, self.ranges, self.room, self.block, self.block_r,
+        )  # fmt: skip
+        return listing, listed, ahead, above
 
     def most_likely(
         self, keys: Tensor, ids: Tensor, levels: Tensor, count: int, offsets: Tensor | None, dtype: torch.dtype
@@ -458,10 +484,10 @@ def probabilities(
     _weigh[of.grid](
         of.logits, keys, ids, temperature, min_p, weights, sums, levels, of.vocabulary, of.ranges, of.block, of.block_r
     )
-    listing = of.listed(keys, ids, levels, top_k=top_k, top_p=top_p, temperature=temperature)
+    bordering = of.bordering(keys, ids, (temperature, top_k, top_p, min_p), weights, sums, levels)
     borders, lasts, kept = (of.empty(of.rows, dtype=dtype) for dtype in (of.key_dtype, torch.int32, torch.float64))
     _limit[(of.rows,)](
-        of.logits, keys, ids, temperature, top_k, top_p, weights, sums, *listing, borders, lasts, kept, of.vocabulary,
+        of.logits, keys, ids, temperature, top_k, top_p, weights, sums, *bordering, borders, lasts, kept, of.vocabulary,
         of.ranges, of.room, of.searched, of.block_r, num_warps=_warps(of.searched),
     )  # fmt: skip
     _normalise[of.grid](of.logits, weights, borders, lasts, kept, of.vocabulary, of.block)
