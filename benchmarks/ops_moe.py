@@ -67,16 +67,16 @@ def experts(rows: int) -> Build:
     return build
 
 
-def experts_by_triton(rows: int) -> Build:
-    """``experts`` without the kernels in CuTe DSL."""
+def experts_in_registers(rows: int) -> Build:
+    """``experts`` by the kernels in CuTe DSL."""
 
     def build(device: torch.device, copies: int) -> Calls:
         def call(routed: Callable[[], object]) -> object:
-            chosen, kernels.few_rows = kernels.few_rows, lambda *_: None
+            usual, kernels.MOST_CUTE_SLOTS = kernels.MOST_CUTE_SLOTS, kernels.FEW_SLOTS
             try:
                 return routed()
             finally:
-                kernels.few_rows = chosen
+                kernels.MOST_CUTE_SLOTS = usual
 
         return [functools.partial(call, routed) for routed in experts(rows)(device, copies)]
 
@@ -194,10 +194,10 @@ def cases() -> list[Case]:
                 alternative_name="torch._grouped_mm on BF16 weights",
             ),
             Case(
-                name="routed_experts by Triton",
+                name="routed_experts in registers",
                 rows=rows,
                 bytes=active * EXPERT_BYTES + rows * (1 + TOP) * row,
-                build=experts_by_triton(rows),
+                build=experts_in_registers(rows),
             ),
             Case(
                 name="shared_expert",

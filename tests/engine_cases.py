@@ -16,7 +16,10 @@ from quickseek.numerics import Numerics
 
 CLOSE_CALL = 2.0
 """Standard deviations of logits: with random weights another order of summation moves one in a hundred by 0.6 to 0.9
-and turned choices up to 1.6 apart; a token taken at random is about 3 behind."""
+and turned choices up to 1.7 apart; a token taken at random is about 3 behind."""
+OWN_SHARE = 0.4
+"""Of tokens that are the reference's own choice: with random weights 0.55 to 0.65 by another order of summation (a CPU
+whose ranks round their parts, GPUs), none by chance."""
 
 
 def written(folder: Path, config: str) -> Path:

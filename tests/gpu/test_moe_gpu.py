@@ -101,8 +101,9 @@ def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "registers":
         if kernels.few_rows_kernels() is None:
             pytest.skip("needs nvidia-cutlass-dsl")
+        monkeypatch.setattr(kernels, "MOST_CUTE_SLOTS", kernels.FEW_SLOTS)
     else:
-        monkeypatch.setattr(kernels, "few_rows", lambda *_: None)
+        monkeypatch.setattr(kernels, "MOST_CUTE_SLOTS", 0)
 
 
 def check_experts(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
@@ -172,8 +173,9 @@ def test_both_forms_of_few_rows_agree(rows: int, monkeypatch: pytest.MonkeyPatch
         pytest.skip("needs nvidia-cutlass-dsl")
     x, routing, weights = bf16(rows, HIDDEN), drawn(rows, 384, 6), experts_on_gpu(384, 576)
     routing.experts[0, 1] = -1
+    monkeypatch.setattr(kernels, "MOST_CUTE_SLOTS", kernels.FEW_SLOTS)
     found = moe.routed_experts(x, routing, weights, limit=LIMIT)
-    monkeypatch.setattr(kernels, "few_rows", lambda *_: None)
+    monkeypatch.setattr(kernels, "MOST_CUTE_SLOTS", 0)
     other = moe.routed_experts(x, routing, weights, limit=LIMIT)
     assert_bits(found.index, other.index)
     kept = other.index[other.index >= 0]

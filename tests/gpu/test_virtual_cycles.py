@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compare import LogitDistance, assert_bits, assert_model, logit_distance
-from engine_cases import CLOSE_CALL, behind_the_best, reference_of, written
+from engine_cases import CLOSE_CALL, OWN_SHARE, behind_the_best, reference_of, written
 from quickseek.engine.graphs import CudaGraphs
 from quickseek.engine.request import Request, Status
 from quickseek.errors import RankFailure
@@ -239,7 +239,7 @@ def assert_plausible(model: CausalLM, answers: Sequence[tuple[list[int], list[in
     tokens, worst = torch.cat(behind), max(float(one.mean()) for one in behind)
     own, far = float((tokens == 0).double().mean()), float((tokens >= CLOSE_CALL).double().mean())
     print(f"{len(answers)} answers: {own:.1%} the reference's own, {far:.2%} far behind, an answer's mean {worst:.2f}")
-    assert own > 0.6 and far < 0.005, f"{own:.1%} the reference's own, {far:.2%} far behind"
+    assert own > OWN_SHARE and far < 0.005, f"{own:.1%} the reference's own, {far:.2%} far behind"
     assert worst < 1.0, f"an answer is {worst:.2f} behind in the mean"
 
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 FEW_SLOTS = 512
 """Up to so many (row, expert) pairs each pair has a tile of its own; above, experts have them."""
+MOST_CUTE_SLOTS = 0
+"""Up to so many pairs take the kernels of ``cute.py`` (FEW_SLOTS at most): none, until these have run on a GPU."""
 TILE_ROWS = ((2, 8), (10, 16))
 """Rows of a tile by the mean rows of an expert: 8 up to 2, 16 up to 10, beyond 64."""
 GATE_UP_FEW = {8: (32, 64, 4, 3), 16: (32, 64, 4, 3)}
@@ -382,7 +384,7 @@ def few_rows_kernels() -> ModuleType | None:
 
 def few_rows(x: Tensor, slots: int, tile_rows: int, inner: int) -> ModuleType | None:
     """The kernels that take the products instead of the ones here: for few slots, on a GPU, where sizes fit."""
-    if not x.is_cuda or slots > FEW_SLOTS or tile_rows > MOST_ROWS:
+    if not x.is_cuda or slots > MOST_CUTE_SLOTS or tile_rows > MOST_ROWS:
         return None
     kernels = few_rows_kernels()
     return kernels if kernels is not None and kernels.fits(x.shape[1], inner) else None
