@@ -15,9 +15,9 @@ power of two (``count_levels``). From all counts follows which levels may hold w
 One program a row then moves the ends of an interval of keys to listed ones until they meet (``search``) and counts ties
 in the order of ids (``last_tie``). Where a list has no room, the same program does the same with the whole row: exact
 too, but every move of an end reads the row again, 64 dependent loads of about 1 us at 129,280 ids, and there are ten or
-so. A row has no room if more than that many ids are wanted (``list_levels``), or if they lie between the two borders
-of a top_k and a top_p or in the parts around one: a hundred thousand equal logits, logits alike to a 16,384th of the
-distance of the border, most of a row beyond a distance of 448 that a temperature of hundreds makes count.
+so. Rows without room: more than that many ids are wanted (``list_levels``), lie between the borders of a top_k and of a
+top_p, or are in the parts around a border, such as a hundred thousand equal logits, or those of -inf at a temperature
+of hundreds.
 
 Sums are FP64 in an order that depends on the row alone.
 """
@@ -254,6 +254,9 @@ def narrow(
     limit, by_count, share, by_mass = limits(top_k, top_p, temperature, row, vocabulary)
     total = weight_of_row(sums, row, ranges, block_r)
     if (by_count | by_mass) & (total > 0.0):
+        largest, _, _ = best_of_row(keys, ids, row, ranges, block_r)
+        index = part * block + tl.arange(0, block)
+        x = row_logits(logits, row, index, vocabulary)  # on its way while the window is found
         counts, level = tl.sum(counts_of_row(levels, row, ranges, block_r), 0), tl.arange(0, LEVELS)
         near, far = start_of(level).to(tl.float64), start_of(level + 1).to(tl.float64)
         far = tl.where(level < LEVELS - 1, far, float("inf"))
@@ -266,9 +269,7 @@ def narrow(
             tl.store(windows + row * 2, first)
             tl.store(windows + row * 2 + 1, last)
             tl.store(skipped + row, tl.sum(tl.where(level < first, counts, 0), 0))
-        largest, _, _ = best_of_row(keys, ids, row, ranges, block_r)
-        index = part * block + tl.arange(0, block)
-        place = part_of(row_logits(logits, row, index, vocabulary), largest, first, last)
+        place = part_of(x, largest, first, last)
         place = tl.where(index < vocabulary, place, LEVELS)
         weight = tl.load(weights + row * vocabulary + index, mask=place < LEVELS, other=0.0)
         own = row * ranges + part
@@ -294,6 +295,9 @@ def list_window(
     limit, by_count, share, by_mass = limits(top_k, top_p, temperature, row, vocabulary)
     total = weight_of_row(sums, row, ranges, block_r)
     if (by_count | by_mass) & (total > 0.0):
+        largest, _, _ = best_of_row(keys, ids, row, ranges, block_r)
+        index = part * block + tl.arange(0, block)
+        x = row_logits(logits, row, index, vocabulary)  # on its way while the window is found
         first, last = tl.load(windows + row * 2), tl.load(windows + row * 2 + 1)
         counts, level = counts_of_row(parts, row, ranges, block_r), tl.arange(0, LEVELS)
         held, before = tl.sum(counts, 0), tl.load(skipped + row)
@@ -310,9 +314,7 @@ def list_window(
         if part == 0:
             tl.store(listed + row, tl.where(length <= room, length, -1))
             tl.store(ahead + row, before + tl.sum(tl.where(level < from_part, held, 0), 0))
-        largest, _, _ = best_of_row(keys, ids, row, ranges, block_r)
-        index = part * block + tl.arange(0, block)
-        place = part_of(row_logits(logits, row, index, vocabulary), largest, first, last)
+        place = part_of(x, largest, first, last)
         place = tl.where(index < vocabulary, place, LEVELS)
         weight = tl.load(weights + row * vocabulary + index, mask=place < from_part, other=0.0)
         tl.store(above + row * ranges + part, tl.sum(weight, 0))
