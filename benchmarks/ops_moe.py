@@ -154,7 +154,7 @@ def shared_torch(rows: int) -> Build:
 
 
 def unfinalized(rows: int, device: torch.device, copies: int) -> list[UnfinalizedMoE]:
-    index = torch.randperm(rows * TOP, device=device).view(rows, TOP)
+    index = torch.randperm(rows * TOP, device=device).view(rows, TOP).int()
     weights = torch.rand(rows, TOP, device=device)
     return [UnfinalizedMoE(bf16(rows * TOP, HIDDEN, device=device), weights, index) for _ in range(copies)]
 

@@ -24,7 +24,9 @@ def launches() -> dict[str, Callable[[], object]]:
     for rows in (1, 48, 384, 2048):
         x = torch.empty(rows, HIDDEN, dtype=torch.bfloat16)
         routing = Routing(torch.empty(rows, TOP, dtype=torch.int64), torch.empty(rows, TOP))
-        routed = UnfinalizedMoE(torch.empty(rows * TOP, HIDDEN, dtype=torch.bfloat16), routing.weights, routing.experts)
+        routed = UnfinalizedMoE(
+            torch.empty(rows * TOP, HIDDEN, dtype=torch.bfloat16), routing.weights, routing.experts.int()
+        )
         image = torch.empty(rows, dtype=torch.bool)
         calls |= {
             f"route {rows}": partial(kernels.route, x, router, bias, TOP, 1.5, 1.0, bias, image),

@@ -211,7 +211,7 @@ def test_the_shared_expert_in_released_shapes(rows: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_finalisation_in_released_shapes(rows: int) -> None:
     values, shared = bf16(rows * 6, HIDDEN), bf16(rows, HIDDEN, seed=1)
-    index = torch.randperm(rows * 6, device="cuda").view(rows, 6)
+    index = torch.randperm(rows * 6, device="cuda").view(rows, 6).int()
     index[0, 2] = -1
     routed = UnfinalizedMoE(values, torch.rand(rows, 6, device="cuda"), index)
 

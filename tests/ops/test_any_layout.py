@@ -165,7 +165,7 @@ def product_cases() -> dict[str, Case]:
                 cases[f"linear of codes {kind} {rows}"] = Case(linear.linear, (quantized(x(rows, 64)), weight))
         cases[f"grouped {kind}"] = Case(linear.grouped_linear, (x(3, 2, 64), weight))
     experts, routing = packed_experts(4, 64, 32), routing_of(drawn(3, 4, 2))
-    routed = moe.UnfinalizedMoE(x(6, 64), routing.weights, torch.tensor([[0, 5], [2, -1], [4, 1]]))
+    routed = moe.UnfinalizedMoE(x(6, 64), routing.weights, torch.tensor([[0, 5], [2, -1], [4, 1]], dtype=torch.int32))
     cases |= {
         "linear_wide": Case(linear.linear_wide, (x(3, 40), x(7, 40))),
         "linear_wide of FP32": Case(linear.linear_wide, (x(3, 40, dtype=FP32), x(7, 40))),

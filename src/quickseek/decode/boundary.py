@@ -99,8 +99,7 @@ class BoundaryAllReduce:
         if isinstance(pending, Tensor):
             return self.collective(pending, *carried)
         routed = pending.routed
-        index = routed.index.to(torch.int32).contiguous()
-        return self.collective.finalize(routed.rows, routed.weights, index, pending.shared_output, *carried)
+        return self.collective.finalize(routed.rows, routed.weights, routed.index, pending.shared_output, *carried)
 
 
 class Boundaries:

@@ -188,7 +188,7 @@ def test_tiles_that_no_expert_needs_are_written_as_empty(device: torch.device, a
     chosen[:absent] = -1
     slots = chosen.numel()
     tiles = torch.full((slots // 16 + experts, 3), 2, dtype=torch.int32, device=device)
-    index, tokens = (torch.empty(slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+    index, tokens = (torch.empty(slots, dtype=torch.int32, device=device) for _ in range(2))
     x = torch.zeros(rows, 32, dtype=torch.bfloat16, device=device)
     arguments = x, chosen.to(device), x.clone(), None, index, tokens, tiles
     kernels.prepare[(experts,)](*arguments, slots, 3, experts, 32, experts, 1, BY_EXPERT=True, ROWS=16)
@@ -205,7 +205,7 @@ def test_rows_are_prepared_as_codes_and_scales_for_products_in_registers(device:
     x[1, 40] = torch.nan
     codes = torch.full((rows, hidden), 0x55, dtype=torch.uint8, device=device)
     factors = torch.full((rows, hidden // 32), -1.0, device=device)
-    index, tokens = (torch.empty(6, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+    index, tokens = (torch.empty(6, dtype=torch.int32, device=device) for _ in range(2))
     tiles, chunks = torch.empty(6, 3, dtype=torch.int32, device=device), -(-hidden // 1024)
     arguments = x.to(device), chosen.to(device), codes, factors, index, tokens, tiles
     kernels.prepare[(6 + rows * chunks,)](*arguments, 6, 2, 4, hidden, 6, chunks, BY_EXPERT=False, ROWS=8)
@@ -309,7 +309,7 @@ def test_a_nan_row_of_the_shared_expert_stays_in_its_row(device: torch.device) -
 def test_finalisation_is_that_of_the_reference(device: torch.device, rows: int, columns: int, top_k: int) -> None:
     values = normal(rows * top_k + 1, columns, dtype=torch.bfloat16)
     values[-1] = torch.nan
-    index = torch.randperm(rows * top_k, generator=torch.Generator().manual_seed(1)).view(rows, top_k)
+    index = torch.randperm(rows * top_k, generator=torch.Generator().manual_seed(1)).view(rows, top_k).int()
     index[0, 1], index[rows - 1, 0] = -1, -1
     weights = normal(rows, top_k, seed=2, dtype=torch.float32)
     weights[0, 1] = torch.nan
@@ -324,7 +324,7 @@ def test_finalisation_is_that_of_the_reference(device: torch.device, rows: int, 
 
 def test_finalisation_rounds_once_in_kernels(device: torch.device) -> None:
     rows = torch.full((3, 4), 2.0**-9, dtype=torch.bfloat16)
-    routed = UnfinalizedMoE(rows, torch.ones(1, 3), torch.arange(3).unsqueeze(0))
+    routed = UnfinalizedMoE(rows, torch.ones(1, 3), torch.arange(3, dtype=torch.int32).unsqueeze(0))
     out = run(device, "finalize", routed, torch.ones(1, 4, dtype=torch.bfloat16))
     assert_bits(out, torch.full((1, 4), 1 + 2.0**-7, dtype=torch.bfloat16))
     assert not torch.equal(out, torch.ones(1, 4, dtype=torch.bfloat16)), "three roundings would give one"

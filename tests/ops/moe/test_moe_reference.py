@@ -178,7 +178,7 @@ def test_finalisation_skips_absent_slots_and_adds_the_shared_expert() -> None:
 
 def test_finalisation_rounds_once() -> None:
     rows = torch.full((3, 4), 2.0**-9, dtype=torch.bfloat16)
-    routed = UnfinalizedMoE(rows, torch.ones(1, 3), torch.arange(3).unsqueeze(0))
+    routed = UnfinalizedMoE(rows, torch.ones(1, 3), torch.arange(3, dtype=torch.int32).unsqueeze(0))
     out = door.finalize(routed, torch.ones(1, 4, dtype=torch.bfloat16))
     assert_bits(out, torch.full((1, 4), 1 + 2.0**-7, dtype=torch.bfloat16))
 

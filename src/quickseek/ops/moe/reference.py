@@ -28,7 +28,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class UnfinalizedMoE:
-    """``rows`` [R, H] grouped by expert, ``weights`` [T, k], ``index`` int64 [T, k]: the row of each slot, -1: none."""
+    """``rows`` [R, H] grouped by expert, ``weights`` [T, k], ``index`` int32 [T, k]: the row of each slot, -1: none."""
 
     rows: Tensor
     weights: Tensor
@@ -100,7 +100,7 @@ def routed_experts(
         )
         first += count
     kept = torch.ones_like(routing.weights) if before is not None else routing.weights
-    return UnfinalizedMoE(torch.cat(rows), kept, index.view_as(routing.experts))
+    return UnfinalizedMoE(torch.cat(rows), kept, index.view_as(routing.experts).to(torch.int32))
 
 
 def finalize(routed: UnfinalizedMoE, shared: Tensor) -> Tensor:

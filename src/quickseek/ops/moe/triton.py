@@ -414,7 +414,7 @@ def routed_experts(
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=x.device)
 
-    index = empty(rows, top_k, dtype=torch.int64)
+    index = empty(rows, top_k, dtype=torch.int32)
     out = empty(slots, hidden, dtype=torch.bfloat16)
     if not slots:
         return UnfinalizedMoE(out, routing.weights, index)
@@ -507,7 +507,7 @@ def weighted_sum(rows, weights, index, shared, out, columns, TOP: tl.constexpr, 
     inside = column < columns
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP):
-        row = tl.load(index + token * TOP + slot)
+        row = tl.load(index + token * TOP + slot).to(tl.int64)
         weight = tl.load(weights + token * TOP + slot)
         there = column < tl.where(row >= 0, columns, 0)
         value = tl.load(rows + row * columns + column, mask=there, other=0.0)
@@ -520,7 +520,7 @@ def finalize(routed: UnfinalizedMoE, shared: Tensor) -> Tensor:
     expect_dtype("shared", shared, torch.bfloat16)
     expect_dtype("rows", routed.rows, torch.bfloat16)
     expect_dtype("weights", routed.weights, torch.float32)
-    expect_dtype("index", routed.index, torch.int64)
+    expect_dtype("index", routed.index, torch.int32)
     tokens, columns = shared.shape
     out = torch.empty(tokens, columns, dtype=shared.dtype, device=shared.device)
     if tokens:

@@ -1,6 +1,6 @@
 """What the routed experts of a step start from: A8 of the rows, and the record of which expert has which of them.
 
-The record: ``index`` int64 [slots], each slot's row once rows are sorted by expert, -1 for none; ``tokens`` int32
+The record: ``index`` int32 [slots], each slot's row once rows are sorted by expert, -1 for none; ``tokens`` int32
 [slots], the token of a sorted row; ``tiles`` int32 [tiles, 3], the expert (-1: an empty tile), the first sorted row and
 the number of rows of a tile.
 """
@@ -60,7 +60,7 @@ def record_slot(chosen, slot, index, tokens, tiles, slots, top_k, experts, ROWS:
         count += tl.sum(same.to(tl.int32), 0)
     exists = (mine >= 0) & (mine < experts)
     row = before + rank
-    tl.store(index + slot, tl.where(exists, row, -1).to(tl.int64))
+    tl.store(index + slot, tl.where(exists, row, -1))
     tl.store(tokens + row, slot // top_k, mask=exists)
     begins = exists & (rank % ROWS == 0)
     tl.store(tiles + slot * 3, tl.where(begins, mine, -1))
@@ -82,7 +82,7 @@ def record_expert(chosen, expert, index, tokens, tiles, slots, top_k, experts, R
         before += tl.sum(((theirs >= 0) & (theirs < expert)).to(tl.int32), 0)
         count += tl.sum((theirs == expert).to(tl.int32), 0)
         absent = ((theirs < 0) | (theirs >= experts)) & (other < tl.where(expert == 0, slots, 0))
-        tl.store(index + other, tl.full((1024,), -1, tl.int64), mask=absent)
+        tl.store(index + other, tl.full((1024,), -1, tl.int32), mask=absent)
     first = before // ROWS + expert
     last = (before + count) // ROWS + expert + 1
     # The grid has a tile for every slot; slots of no expert leave the last ones to nobody else.
@@ -99,7 +99,7 @@ def record_expert(chosen, expert, index, tokens, tiles, slots, top_k, experts, R
         same = (theirs == expert) & (other < slots)
         if tl.max(same.to(tl.int32), 0) != 0:
             place = row + tl.cumsum(same.to(tl.int32), 0) - 1
-            tl.store(index + other, place.to(tl.int64), mask=same)
+            tl.store(index + other, place, mask=same)
             tl.store(tokens + place, other // top_k, mask=same)
             row += tl.sum(same.to(tl.int32), 0)
 
