@@ -24,7 +24,9 @@ MAGIC = 0x51AB0057
 ABORT, RECORD, CLAIMED, PEERS = 0, 8, 16, 32
 """Byte offsets in a control block: flag word, address of the record, word taken by the first reporter, addresses of
 every rank's control block."""
-CONTROL_WORDS = PEERS // 8 + 8
+MAX_RANKS = 8
+"""Addresses of peers that a control block holds."""
+CONTROL_WORDS = PEERS // 8 + MAX_RANKS
 RECORD_WORDS = 16
 POLL_INTERVAL_S = 0.05
 
@@ -44,6 +46,8 @@ class Watchdog:
     """
 
     def __init__(self, fabric: Fabric, on_timeout: Callable[[CollectiveTimeout], None] | None = None) -> None:
+        if fabric.size > MAX_RANKS:
+            raise ValueError(f"a watchdog of {fabric.size} ranks: at most {MAX_RANKS}")
         # A proxy, since the table of watchdogs is keyed by the fabric and must not keep it alive.
         self.fabric, self.on_timeout = weakref.proxy(fabric), on_timeout
         self.mailbox = fabric.allocate([CONTROL_WORDS], torch.int64)

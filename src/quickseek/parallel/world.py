@@ -7,7 +7,8 @@ every decision that ranks share goes through ``all_reduce_min`` and ``gather_obj
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,13 @@ from quickseek.errors import RankDisagreement, WorldError
 T = TypeVar("T")
 
 _default: "World | None" = None
+
+
+class Peers(Protocol):
+    """Ranks that can compare host values: a ``World``, or a ``Fabric``."""
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable host value, ranks ascending. Collective."""
 
 
 class World(ABC):
@@ -163,7 +171,7 @@ def split(world: World, group_size: int) -> World:
     return chosen
 
 
-def require_agreement(world: World, facts: Mapping[str, Any]) -> None:
+def require_agreement(world: Peers, facts: Mapping[str, Any]) -> None:
     """Return if every rank holds equal ``facts`` (picklable); else raise RankDisagreement, one text on all ranks.
 
     The error names each fact that differs and what each rank holds. Collective: what ranks must decide alike
@@ -174,13 +182,30 @@ def require_agreement(world: World, facts: Mapping[str, Any]) -> None:
     told = []
     for name in names:
         values = [held.get(name, "(absent)") for held in everyone]
-        if any(value != values[0] for value in values[1:]):
+        if not all(same(value, values[0]) for value in values[1:]):
             told.append(f"{name} ({'; '.join(f'rank {rank}: {value!r}' for rank, value in enumerate(values))})")
     if told:
         raise RankDisagreement(f"ranks disagree on {', '.join(told)}")
 
 
-def together(world: World, what: str, function: Callable[[], T]) -> T:
+def same(one: Any, other: Any) -> bool:
+    """Whether two host values are equal of one type, whatever they hold: a NaN equals a NaN, and tensors are equal in
+    dtype, shape and every element."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if is_dataclass(one):
+        return all(same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+    return bool(one == other) or bool(one != one and other != other)
+
+
+def together(world: Peers, what: str, function: Callable[[], T]) -> T:
     """``function()``; if it raises an Exception on some rank, every rank raises. Collective.
 
     Where all ranks failed with the same text each raises its own error, else all raise RankDisagreement with one

@@ -23,6 +23,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[FusedAllReduceMHC, Launc
         return lambda *_, **__: lambda *_: launched.append(name)
 
     one.ranks, one.bt_min_rows, one.bt_min_finalize_rows = 2, 5, 5
+    one.fabric = SimpleNamespace(turns=None)  # type: ignore[assignment]
     one.device, one._pending, one._summed = torch.device("cpu"), None, False
     one.exchange = dict.fromkeys(("publish", "contribute", "own"))  # type: ignore[assignment]
     one.watchdog = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]

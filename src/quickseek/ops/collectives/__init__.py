@@ -16,15 +16,16 @@ from quickseek.ops.collectives.spec import (
     PublishTarget,
     Result,
     Routed,
+    agree,
     check_boundary,
+    check_gather,
     check_partial,
     check_routed,
     check_shape,
-    check_timeout,
     require,
 )
 from quickseek.parallel.fabric import Fabric
-from quickseek.parallel.world import World, default_world
+from quickseek.parallel.world import World, default_world, together
 
 __all__ = ["AllReduceMHC", "LamportAllGather", "PublishTarget"]
 
@@ -59,26 +60,26 @@ class AllReduceMHC:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         two_shot_rows: int | None = None,
     ) -> None:
-        world = default_world() if world is None else world
-        self.shape = AllReduceShape(
-            hidden_size,
-            hc_mult,
-            max_num_tokens,
-            top_k,
-            _device(device, fabric),
-            quantize_layer_input,
-            residual_only,
-            timeout_s,
-            two_shot_rows,
-        )
-        check_shape(self.shape, world, fabric)
+        chosen = default_world() if world is None else world
+        peers = chosen if fabric is None else fabric
+        sizes = (hidden_size, hc_mult, max_num_tokens, top_k)
+        options = (quantize_layer_input, residual_only, timeout_s, two_shot_rows)
+        # Compared before they are checked: a rank that refused its own would leave the others waiting.
+        agree(peers, ("AllReduceMHC", _kind(device), *sizes, *options))
+
+        def checked() -> AllReduceShape:
+            shape = AllReduceShape(*sizes, _device(device, fabric), *options)
+            check_shape(shape, chosen, fabric)
+            return shape
+
+        self.shape = together(peers, "AllReduceMHC", checked)
         self.hidden_size, self.hc_mult, self.top_k = hidden_size, hc_mult, top_k
         self.capacity, self.quantize_layer_input, self.residual_only = (
             max_num_tokens,
             quantize_layer_input,
             residual_only,
         )
-        self.implementation = _implementation(self.shape, world, fabric)
+        self.implementation = _implementation(self.shape, chosen, fabric)
 
     @property
     def bt_min_rows(self) -> int:
@@ -216,17 +217,23 @@ class LamportAllGather:
         fabric: Fabric | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        fits = rank_capacity_bytes > 0 and rank_capacity_bytes % 16 == 0
-        require(fits, f"rank_capacity_bytes {rank_capacity_bytes}: a positive multiple of 16")
-        check_timeout(timeout_s)
         self.world = default_world() if world is None else world
-        self.world_size = self.world.size if fabric is None else fabric.size
-        self.rank_capacity_bytes = rank_capacity_bytes
-        self.device = _device(device, fabric)
+        peers = self.world if fabric is None else fabric
+        # Compared before they are checked: a rank that refused its own would leave the others waiting.
+        agree(peers, ("LamportAllGather", _kind(device), rank_capacity_bytes, timeout_s))
+
+        def checked() -> torch.device:
+            check_gather(rank_capacity_bytes, timeout_s, peers.size)
+            found = _device(device, fabric)
+            require(
+                found.type == "cuda" or fabric is None, "on a CPU the ranks are those of world; fabric must be None"
+            )
+            return found
+
+        self.device = together(peers, "LamportAllGather", checked)
+        self.world_size, self.rank_capacity_bytes = peers.size, rank_capacity_bytes
         self._gather = None
-        cuda = self.device.type == "cuda"
-        require(cuda or fabric is None, "on a CPU the ranks are those of world; fabric must be None")
-        if cuda:
+        if self.device.type == "cuda":
             from quickseek.ops.collectives.gather import FusedAllGather
 
             self._gather = FusedAllGather(
@@ -249,8 +256,9 @@ class LamportAllGather:
         require(x.device == self.device, f"x is on {x.device}: {self.device}")
         if self._gather is not None:
             return self._gather(x)
-        from quickseek.ops.collectives.reference import gather_words
+        from quickseek.ops.collectives.reference import check_call, gather_words
 
+        check_call(self.world, "all-gather", x)
         return gather_words(x, self.world)
 
     def reset(self) -> None:
@@ -259,11 +267,18 @@ class LamportAllGather:
             self._gather.reset()
 
 
+def _kind(device: torch.device | str) -> str:
+    """What ranks have in common of their devices: all but the index."""
+    return str(device).partition(":")[0]
+
+
 def _device(device: torch.device | str, fabric: Fabric | None) -> torch.device:
-    """The device with its index, which must be the fabric's."""
+    """The device with its index, which must be the fabric's; a CPU has none."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu":
+        device = torch.device("cpu")
     require(fabric is None or fabric.device == device, f"device {device} is not the fabric's")
     return device
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quickseek.errors import RankDisagreement
 from quickseek.numerics import wide_dtype
 from quickseek.ops.collectives.spec import AllReduceShape, Boundary, Result, Routed, require
 from quickseek.ops.quantize import quantize_a8, swizzle_scales
@@ -92,6 +93,24 @@ def write_mxfp8(layer_input: Tensor, values: Tensor, scales: Tensor) -> None:
     scales.view(torch.uint8).view(-1).copy_(swizzle_scales(bytes_))
 
 
+CALL_BYTES = 128
+
+
+def check_call(world: World, kind: str, x: Tensor) -> None:
+    """RankDisagreement, one text on all ranks, unless all are in a collective ``kind`` with x of one dtype and shape.
+
+    Collective. Without it a backend aborts, or takes the bytes of one dtype for another.
+    """
+    if world.size == 1:
+        return
+    told = f"{kind} {x.dtype} {list(x.shape)}".encode()[:CALL_BYTES].ljust(CALL_BYTES)
+    calls = world.all_gather(torch.frombuffer(bytearray(told), dtype=torch.uint8)[None])
+    if not torch.equal(calls, calls[:1].expand_as(calls)):
+        names = [bytes(call.tolist()).decode().rstrip() for call in calls]
+        what = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise RankDisagreement(f"ranks make different calls: {what}")
+
+
 def gather_words(x: Tensor, world: World) -> Tensor:
     """Every rank's x concatenated along dimension 0; 32-bit words equal to 0x80000000 become 0 (spec/decode.md C)."""
     flat = x.contiguous().view(-1).view(torch.uint8)
@@ -115,6 +134,10 @@ class ReferenceAllReduceMHC:
 
     def all_reduce(self, x: Tensor, boundary: Boundary) -> Result:
         """The boundary after x [M, H] (TP-partial), summed over ranks. Collective."""
+        return self._reduce("all-reduce", x, boundary)
+
+    def _reduce(self, kind: str, x: Tensor, boundary: Boundary) -> Result:
+        check_call(self.world, kind, x)
         total = sum_ranks(self.world.all_gather(x[None]))
         streams, layer_input = mhc_boundary(
             total,
@@ -131,7 +154,7 @@ class ReferenceAllReduceMHC:
 
     def finalize(self, routed: Routed, boundary: Boundary) -> Result:
         """The boundary after a MoE output, reduced over k here and then over ranks. Collective."""
-        return self.all_reduce(finalize_routed(routed), boundary)
+        return self._reduce("finalize", finalize_routed(routed), boundary)
 
     def reset(self) -> None:
         """Wait for all ranks; there are no mailboxes to empty. Collective."""

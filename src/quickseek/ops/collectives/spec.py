@@ -9,7 +9,8 @@ from torch import Tensor
 
 from quickseek.ops.quantize import mxfp8_scale_bytes
 from quickseek.parallel.fabric import Fabric
-from quickseek.parallel.world import World
+from quickseek.parallel.watchdog import MAX_RANKS
+from quickseek.parallel.world import Peers, World, same
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,18 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def agree(fabric: Fabric, value: object) -> None:
-    """ValueError, on every rank alike, unless all ranks of the fabric build a collective from equal values."""
-    values = fabric.gather_object(value)
-    different = {rank: other for rank, other in enumerate(values) if other != values[0]}
+def agree(peers: Peers, value: object) -> None:
+    """ValueError, on every rank alike, unless all ranks build a collective from equal values. Collective."""
+    values = peers.gather_object(value)
+    different = {rank: other for rank, other in enumerate(values) if not same(other, values[0])}
     require(not different, f"ranks build different collectives: rank 0 {values[0]}, others {different}")
 
 
 def check_shape(shape: AllReduceShape, world: World, fabric: Fabric | None) -> None:
     """ValueError naming the constructor argument that no build of the collective can serve."""
+    for name in ("hidden_size", "hc_mult", "max_num_tokens", "top_k", "two_shot_rows"):
+        value = getattr(shape, name)
+        require(is_size(value) or (value is None and name == "two_shot_rows"), f"{name} {value!r}: an integer")
     require(shape.hidden_size > 0 and shape.hidden_size % 8 == 0, f"hidden_size {shape.hidden_size}: a multiple of 8")
     require(1 <= shape.hc_mult <= 8, f"hc_mult {shape.hc_mult}: 1 to 8 residual streams")
     require(shape.max_num_tokens >= 1, f"max_num_tokens {shape.max_num_tokens}: at least 1")
@@ -136,6 +140,19 @@ def check_shape(shape: AllReduceShape, world: World, fabric: Fabric | None) -> N
         require(shape.hidden_size % 128 == 0, f"hidden_size {shape.hidden_size}: MXFP8 needs a multiple of 128")
     size = world.size if fabric is None else fabric.size
     require(size in (1, 2, 4, 8), f"{size} ranks: 1, 2, 4 or 8")
+
+
+def is_size(value: object) -> bool:
+    """Whether ``value`` is an integer and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_gather(rank_capacity_bytes: int, timeout_s: float, ranks: int) -> None:
+    """ValueError naming the constructor argument that no all-gather can serve."""
+    fits = is_size(rank_capacity_bytes) and rank_capacity_bytes > 0 and rank_capacity_bytes % 16 == 0
+    require(fits, f"rank_capacity_bytes {rank_capacity_bytes!r}: a positive multiple of 16")
+    check_timeout(timeout_s)
+    require(ranks <= MAX_RANKS, f"{ranks} ranks: at most {MAX_RANKS}")
 
 
 def check_timeout(timeout_s: float) -> None:
