@@ -30,6 +30,28 @@ def test_every_kind_has_a_name() -> None:
         assert error is not None and error.kind == name and error.missing == ()
 
 
+def test_a_reduced_row_that_does_not_come_is_missed_from_the_owner_of_its_token() -> None:
+    for kind, name in enumerate(KINDS):
+        for mask in (0, 1):
+            fabric = VirtualFabric.ranks(4, "cpu")[2]
+            watchdog = Watchdog(fabric)
+            leave_record(watchdog, kind, mask)
+            error = watchdog.error()
+            assert error is not None and error.token == 17
+            owner = 17 % 4 if name == "two_shot_collect" else 0
+            assert error.missing == ((owner,) if mask else ()), name
+
+
+@pytest.mark.parametrize(("ranks", "refused"), [(8, False), (9, True)])
+def test_more_ranks_than_a_control_block_has_addresses_for_are_refused(ranks: int, refused: bool) -> None:
+    fabric = VirtualFabric.ranks(ranks, "cpu")[0]
+    if refused:
+        with pytest.raises(ValueError, match="9 ranks: at most 8"):
+            Watchdog(fabric)
+    else:
+        assert Watchdog(fabric).error() is None
+
+
 def test_the_control_block_holds_the_record_and_every_peer() -> None:
     fabrics = VirtualFabric.ranks(3, "cpu")
     dogs = [Watchdog.of(fabric) for fabric in fabrics]

@@ -92,6 +92,9 @@ class Watchdog:
         if self._error is None and int(self._words[0]) & 0xFFFFFFFF == MAGIC:
             _, kind, rank, generation, token, _, mask = (int(word) for word in self._words[1:8])
             missing = [source for source in range(self.fabric.size) if mask >> source & 1]
+            if KINDS[kind] == "two_shot_collect":
+                # Its one slot a token is filled by the token's owner (spec/decode.md B.8).
+                missing = [token % self.fabric.size] if mask else []
             self._error = CollectiveTimeout(KINDS[kind], rank, generation, token, missing)
         return self._error
 
