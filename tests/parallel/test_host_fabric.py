@@ -1,8 +1,10 @@
 """Shared host memory: what one rank stores through the pointer table, its peers find."""
 
 import ctypes
+import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -73,3 +75,39 @@ def test_a_wrong_address_fails_the_self_test_on_every_rank_alike():
 def test_memory_that_cannot_be_mapped_is_the_same_error_on_every_rank():
     told = spawn(unmappable, 2)
     assert told[0] == told[1] and "one host" in told[0]
+
+
+def troubled(world: World, folder: str) -> list[str]:
+    """What a rank is told when rank 1 cannot make its file, or wants other memory; then all go on."""
+    host_fabric.SHARED_MEMORY = Path(folder)
+    fabric = HostFabric(world)
+
+    def told_by(size: int = 4, dtype: torch.dtype = torch.int32) -> str:
+        try:
+            fabric.allocate([size], dtype)
+        except WorldError as error:
+            return str(error)
+        return "not noticed"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    told = []
+    for module, name in ((tempfile, "mkstemp"), (os, "truncate")):
+        if world.rank == 1:
+            with mock.patch.object(module, name, refuse):
+                told.append(told_by())
+        else:
+            told.append(told_by())
+    told += [told_by(size=4 + world.rank), told_by(dtype=(torch.int32, torch.float32)[world.rank]), told_by()]
+    return told
+
+
+def test_a_rank_that_cannot_make_its_memory_or_wants_another_is_the_same_error_on_every_rank() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = spawn(troubled, 2, folder)
+        assert not list(Path(folder).iterdir()), "files stay behind"
+    assert first == second
+    assert all("no file" in text and "rank 1" in text and "No space left" in text for text in first[:2])
+    assert "rank 0: [4] torch.int32; rank 1: [5] torch.int32" in first[2] and "rank 1: [4] torch.float32" in first[3]
+    assert first[4] == "not noticed"

@@ -26,7 +26,7 @@ class HostFabric(Fabric):
 
     Each allocation is one file a rank, mapped by every rank and unlinked once all have it, so that nothing stays
     behind however a rank ends. Mappings live as long as the fabric. Raises WorldError, on every rank alike, when a
-    rank cannot map or reach a peer.
+    rank cannot make its file, asks for another shape or dtype than the rest, or cannot map or reach a peer.
     """
 
     def __init__(self, world: World, *, timeout_s: float = 10.0) -> None:
@@ -38,13 +38,17 @@ class HostFabric(Fabric):
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Mailbox:
         """Memory of ``shape`` on every rank, mapped everywhere, page-aligned. Collective; the content is zeros."""
         size = prod(shape) * torch.empty((), dtype=dtype).element_size()
-        descriptor, path = tempfile.mkstemp(prefix="quickseek-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        path, failure = "", ""
         try:
-            os.truncate(descriptor, max(size, 1))
-            os.close(descriptor)
+            try:
+                path = _new_file(max(size, 1))
+            except OSError as error:
+                failure = str(error)
+            self._check_all(failure, f"{list(shape)} {dtype}")
             copies = self._map_all(path, max(size, 1))
         finally:
-            os.unlink(path)
+            if path:
+                os.unlink(path)
         self._mapped.extend(copies)
         pointers = torch.tensor([copy.data_ptr() for copy in copies], dtype=torch.int64)
         return Mailbox(copies[self.rank][:size].view(dtype).view(*shape), pointers)
@@ -57,6 +61,16 @@ class HostFabric(Fabric):
 
     def all_reduce_min(self, value: int) -> int:
         return self.world.all_reduce_min(value)
+
+    def _check_all(self, failure: str, form: str) -> None:
+        """WorldError, on every rank alike, if some rank has no file or ranks want different memory."""
+        reports = self.gather_object((failure, form))
+        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text]
+        if failed:
+            raise WorldError(f"HostFabric: no file for a mailbox: {'; '.join(failed)}")
+        if len({wanted for _, wanted in reports}) > 1:
+            wants = "; ".join(f"rank {rank}: {wanted}" for rank, (_, wanted) in enumerate(reports))
+            raise WorldError(f"HostFabric: ranks allocate different memory: {wants}")
 
     def _map_all(self, path: str, size: int) -> list[Tensor]:
         """Every rank's file, mapped; returns once all ranks have mapped all."""
@@ -81,3 +95,16 @@ class HostFabric(Fabric):
         faults = [f"rank {rank} misses {words}" for rank, words in enumerate(self.gather_object(missing)) if words]
         if faults:
             raise WorldError(f"HostFabric: words did not arrive in {timeout_s} s: {'; '.join(faults)}")
+
+
+def _new_file(size: int) -> str:
+    """Path of a new file of ``size`` zero bytes; OSError leaves none behind."""
+    descriptor, path = tempfile.mkstemp(prefix="quickseek-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    try:
+        os.truncate(descriptor, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return path

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quickseek.errors import RankDisagreement
 from quickseek.ops.embedding import ReplicatedEmbedding, embed_streams
 from quickseek.parallel.launch import spawn
+from quickseek.parallel.virtual import run_virtual
 from quickseek.parallel.world import SoloWorld, World
 
 VOCABULARY, HIDDEN, STREAMS = 10, 16, 4
@@ -72,6 +74,32 @@ def short(world: World) -> str:
 def test_a_shard_with_fewer_rows_than_it_claims_is_the_same_error_on_all_ranks() -> None:
     told = spawn(short, 2)
     assert told[0] == told[1] == "embedding shards [(0, 4), (4, 5)] do not tile a vocabulary of 10"
+
+
+def other_opinion(world: World) -> list[str]:
+    """What ranks make of tables of which rank 1's is not plain, is wider, or has another vocabulary."""
+    told = []
+    for change in (
+        {"weight": torch.zeros(7, HIDDEN)},
+        {"num_added_embeddings": 1},
+        {"weight": torch.zeros(7, 2 * HIDDEN).bfloat16()},
+        {"vocab_size": 11},
+        {},
+    ):
+        embed = SimpleNamespace(**{**vars(shard(world, (4, 10))), **(change if world.rank else {})})
+        try:
+            told.append(type(ReplicatedEmbedding.create(embed, STREAMS, world)).__name__)
+        except RankDisagreement as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("run", [spawn, run_virtual])
+def test_a_table_that_one_rank_cannot_replicate_has_no_replica_and_widths_that_differ_are_an_error(run) -> None:
+    first, second = run(other_opinion, 2)
+    assert first == second
+    assert first[:2] == ["NoneType"] * 2 and first[4] == "ReplicatedEmbedding"
+    assert "width (rank 0: 16; rank 1: 32)" in first[2] and "vocabulary (rank 0: 10; rank 1: 11)" in first[3]
 
 
 @pytest.mark.parametrize(

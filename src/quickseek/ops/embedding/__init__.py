@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quickseek.ops.embedding import reference
-from quickseek.parallel.world import World, default_world
+from quickseek.parallel.world import World, default_world, require_agreement, together
 
 __all__ = ["ReplicatedEmbedding", "ShardedTable", "embed_streams"]
 
@@ -48,24 +48,24 @@ class ReplicatedEmbedding:
     def __init__(self, embed: ShardedTable, hc_mult: int, world: World) -> None:
         self.embed, self.hc_mult, self.world = embed, hc_mult, world
         weight = embed.weight
-        self.table = torch.empty(embed.vocab_size, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        require_agreement(world, {"vocabulary": embed.vocab_size, "width": weight.shape[1], "streams": hc_mult})
+
+        def empty() -> Tensor:
+            return torch.empty(embed.vocab_size, weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+        self.table = together(world, "allocating the embedding's replica", empty)
         self.refresh()
 
     @classmethod
     def create(cls, embed: Any, hc_mult: int, world: World | None = None) -> "ReplicatedEmbedding | None":
-        """The replica, or None when ``embed`` is not the plain sharded BF16 lookup (read from configuration alone).
+        """The replica, or None on every rank when ``embed`` of some rank is not the plain sharded BF16 lookup.
 
         None for TP 1 (use the table itself), results not reduced, another group than ``world``, a weight that is not
-        2-D, contiguous and BF16 with rows of a multiple of 16 bytes, or added vocabulary. Collective.
+        2-D, contiguous and BF16 with rows of a multiple of 16 bytes, or added vocabulary. RankDisagreement, on every
+        rank, where widths, vocabularies or streams differ. Collective.
         """
         world = default_world() if world is None else world
-        weight = getattr(embed, "weight", None)
-        if world.size == 1 or not isinstance(weight, Tensor) or not getattr(embed, "reduce_results", True):
-            return None
-        plain = weight.ndim == 2 and weight.is_contiguous() and weight.dtype == torch.bfloat16
-        if not plain or weight.shape[1] % 8 or getattr(embed, "num_added_embeddings", 0):
-            return None
-        if getattr(embed, "world", world) is not world:
+        if world.size == 1 or not world.all_reduce_min(_is_plain(embed, world)):
             return None
         return cls(embed, hc_mult, world)
 
@@ -104,6 +104,16 @@ class ReplicatedEmbedding:
         streams = self.table.new_empty(rows, self.hc_mult, hidden)
         embed_streams(ids, self.table, embedding, streams)
         return embedding, streams
+
+
+def _is_plain(embed: Any, world: World) -> bool:
+    """Whether this rank's ``embed`` is the plain sharded BF16 lookup over ``world``."""
+    weight = getattr(embed, "weight", None)
+    if not isinstance(weight, Tensor) or not getattr(embed, "reduce_results", True):
+        return False
+    if weight.ndim != 2 or not weight.is_contiguous() or weight.dtype != torch.bfloat16 or weight.shape[1] % 8:
+        return False
+    return not getattr(embed, "num_added_embeddings", 0) and getattr(embed, "world", world) is world
 
 
 def _check(ids: Tensor, table: Tensor, embedding: Tensor, streams: Tensor) -> None:
