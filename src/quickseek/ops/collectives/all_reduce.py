@@ -22,6 +22,7 @@ from quickseek.ops.collectives.thresholds import Thresholds, thresholds
 from quickseek.ops.compiled import compiled, current_stream, typed
 from quickseek.parallel.fabric import Fabric, Mailbox
 from quickseek.parallel.watchdog import Watchdog
+from quickseek.parallel.world import together
 
 SENTINEL_HALF = -0x8000
 STATE_WORDS = 4
@@ -60,7 +61,7 @@ class FusedAllReduceMHC:
         self._pending: tuple[int, bool] | None = None
         self._summed = False
         self._allocate()
-        self.compile()
+        together(fabric, "compiling AllReduceMHC", self.compile)
         self.refill()
         # No peer may publish before this rank's sentinels are in place.
         fabric.barrier()
@@ -72,7 +73,9 @@ class FusedAllReduceMHC:
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         trips = -(-self.shape.hidden_size // 8 // (self.threads * self.cluster))
         blocks = processors * (fitting_threads(self.ranks, trips) - SPARE_THREADS) // self.threads
-        return max(1, blocks // self.cluster // self.fabric.ranks_on_device)
+        # Kernels let their dependents start at once: while a call waits, blocks of the same rank's next one hold slots.
+        waiting = self.fabric.ranks_on_device
+        return max(1, blocks // self.cluster // (2 * waiting if waiting > 1 and self.fabric.turns is None else waiting))
 
     def _allocate(self) -> None:
         capacity, hidden = self.shape.max_num_tokens, self.shape.hidden_size
@@ -105,8 +108,12 @@ class FusedAllReduceMHC:
 
     def _mailbox(self, sources: int, capacity: int, hidden: int) -> Mailbox:
         mailbox = self.fabric.allocate([GENERATIONS, sources, capacity, hidden], torch.bfloat16)
-        if mailbox.local.data_ptr() % 16 or mailbox.multicast_pointer % 16:
-            raise RuntimeError(f"peer memory at {mailbox.local.data_ptr():#x}: 16-byte alignment")
+
+        def check() -> None:
+            if mailbox.local.data_ptr() % 16 or mailbox.multicast_pointer % 16:
+                raise RuntimeError(f"peer memory at {mailbox.local.data_ptr():#x}: 16-byte alignment")
+
+        together(self.fabric, "placing a mailbox", check)
         self.mailboxes.append(mailbox)
         return mailbox
 

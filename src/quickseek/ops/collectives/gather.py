@@ -21,11 +21,12 @@ from quickseek.ops.collectives.push import (
     push_everywhere,
 )
 from quickseek.ops.collectives.reference import gather_words
-from quickseek.ops.collectives.spec import agree
+from quickseek.ops.collectives.spec import agree, check_gather
 from quickseek.ops.collectives.wait import BoundedWait
 from quickseek.ops.compiled import compiled, current_stream, typed
 from quickseek.parallel.fabric import Fabric
 from quickseek.parallel.watchdog import Watchdog
+from quickseek.parallel.world import together
 
 THREADS = 256
 MAX_BLOCKS = 64
@@ -103,6 +104,7 @@ class FusedAllGather:
     """
 
     def __init__(self, rank_capacity_bytes: int, device: torch.device, fabric: Fabric, timeout_s: float) -> None:
+        check_gather(rank_capacity_bytes, timeout_s, fabric.size)
         self.fabric, self.device, self.ranks = fabric, fabric.device, fabric.size
         agree(fabric, (rank_capacity_bytes, timeout_s))
         self.rank_packs = rank_capacity_bytes // 16
@@ -114,9 +116,13 @@ class FusedAllGather:
             self.mailbox = fabric.allocate([GENERATIONS, self.ranks, self.rank_packs, 4], torch.int32)
             self.state = torch.zeros(4, dtype=torch.int32, device=self.device)
             form = form_of(self.mailbox)
-            self.kernel = compiled(
-                GatherKernel, ARGUMENTS, self.device, ranks=self.ranks, rank_packs=self.rank_packs, **form
-            )
+
+            def build() -> Any:
+                return compiled(
+                    GatherKernel, ARGUMENTS, self.device, ranks=self.ranks, rank_packs=self.rank_packs, **form
+                )
+
+            self.kernel = together(fabric, "compiling LamportAllGather", build)
             self.exchange = typed(
                 Exchange, self.mailbox.local.data_ptr(), self.mailbox.peer_pointers.data_ptr(),
                 self.mailbox.multicast_pointer, self.state.data_ptr(), self.watchdog.control, int(timeout_s * 1e9),
