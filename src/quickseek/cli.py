@@ -3,16 +3,19 @@
 import io
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quickseek.errors import QuickseekError
+from quickseek.errors import QuickseekError, RankFailure
 
 if TYPE_CHECKING:
     from quickseek.engine.answer import RequestOutput
     from quickseek.llm import LLM
+    from quickseek.parallel.world import World
+    from quickseek.sampling_params import SamplingParams
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="DeepSeek-V4.1-Flash, fast."
@@ -57,43 +60,100 @@ def generate(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     max_model_len: Annotated[int | None, typer.Option(help="Longest context, prompt and answer together.")] = None,
     decode_backend: Annotated[str, typer.Option(help="auto, stock or latency_specialized.")] = "auto",
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Ranks, one GPU each: 1, or as many as torchrun started.")
+    ] = None,
 ) -> None:
     """Generate text, written to the terminal as it comes, and a closing line of figures."""
     if (prompt is None) == (chat is None):
         raise typer.BadParameter("give either --prompt or --chat")
     if chat is None and (system is not None or thinking or effort is not None):
         raise typer.BadParameter("--system, --thinking and --effort go with --chat")
-    from quickseek.llm import LLM
+    from quickseek.parallel.launch import PATIENCE_S, launched_ranks, spawn, world_from_environment
     from quickseek.sampling_params import SamplingParams
 
+    launched = launched_ranks()
+    ranks = (launched or 1) if tensor_parallel_size is None else tensor_parallel_size
+    if launched is not None and launched != ranks:
+        raise typer.BadParameter(f"--tensor-parallel-size {ranks}: torchrun started {launched} ranks")
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
     )
-    llm = LLM(
-        model,
-        mode=mode,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        num_speculative_tokens=speculative_tokens,
-        decode_backend=decode_backend,
-    )
-    if chat is not None:
-        messages = [{"role": "user", "content": chat}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        ids = llm.encode_chat(messages, thinking=thinking, reasoning_effort=_effort(effort))
-    else:
-        assert prompt is not None
-        ids = llm.encode_text(prompt)
+    options: dict[str, Any] = {
+        "mode": mode,
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": max_model_len,
+        "num_speculative_tokens": speculative_tokens,
+        "decode_backend": decode_backend,
+        "tensor_parallel_size": ranks,
+    }
+    question = _Question(prompt, chat, system, thinking, _effort(effort))
+    if ranks == 1:
+        _answer(None, model, options, question, params)
+        return
+    from quickseek.config import EngineConfig
+
+    EngineConfig(**options)  # what is wrong with an option is said once, not by each rank
+    kind, _, number = device.partition(":")
+    if number:
+        raise typer.BadParameter(f"--device {device} with {ranks} ranks: give {kind}, each rank takes a GPU of its own")
+    if launched is not None:
+        _answer(world_from_environment(device, timeout_s=PATIENCE_S), model, options, question, params)
+        return
+    try:
+        spawn(_answer_spawned, ranks, model, options, question, params, timeout_s=None, device=device)
+    except RankFailure as failure:
+        raise failure.__cause__ or failure from None
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What ``generate`` is asked: text to continue, or a message with what goes with it."""
+
+    prompt: str | None
+    chat: str | None
+    system: str | None
+    thinking: bool
+    effort: int | str | None
+
+    def ids(self, llm: "LLM") -> list[int]:
+        if self.chat is None:
+            assert self.prompt is not None
+            return llm.encode_text(self.prompt)
+        messages = [{"role": "user", "content": self.chat}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return llm.encode_chat(messages, thinking=self.thinking, reasoning_effort=self.effort)
+
+
+def _answer_spawned(world: "World", *question: Any) -> None:
+    _prepare_terminal()
+    _answer(world, *question)
+
+
+def _answer(
+    world: "World | None", model: str, options: dict[str, Any], question: _Question, params: "SamplingParams"
+) -> None:
+    """Answer on this rank; rank 0 writes. Raises QuickseekError for an answer that was cut short."""
+    from quickseek.llm import LLM
+
+    speaks = world is None or world.rank == 0
+    if not speaks:
+        logging.disable(logging.WARNING)  # rank 0 warns of the same
+    llm = LLM(model, world=world, **options)
     output = None
-    for text, output in llm.stream(ids, params):  # noqa: B007  the last output is reported below
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    for text, output in llm.stream(question.ids(llm), params):  # noqa: B007  the last output is reported below
+        if speaks:
+            sys.stdout.write(text)
+            sys.stdout.flush()
     assert output is not None
-    typer.echo(figures(llm, output), err=True)
+    if speaks:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        typer.echo(figures(llm, output), err=True)
+    # A rank that leaves early ends what its peers still read from it.
+    llm.world.barrier()
     if output.error is not None:
         raise QuickseekError(f"the answer was cut short: {output.error}")
 
@@ -160,14 +220,20 @@ def figures(llm: "LLM", output: "RequestOutput") -> str:
     mode = llm.engine_config.resolved_mode
     device = llm.world.device
     where = f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if llm.world.size > 1:
+        where = f"TP {llm.world.size}, {where} each"
     return f"{line} ({mode} {str(numerics.dtype).removeprefix('torch.')}, {where})"
+
+
+def _prepare_terminal() -> None:
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
 
 
 def main() -> None:
     """Run the command; an error that a user can act on is one line on stderr and exit code 2."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    _prepare_terminal()
     try:
         app()
     except (QuickseekError, OSError) as error:

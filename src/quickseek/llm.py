@@ -24,7 +24,8 @@ from quickseek.engine.runner import Runner, RunnerOptions, Update
 from quickseek.errors import ConfigError, PromptError
 from quickseek.model.causal_lm import load_model
 from quickseek.numerics import Numerics
-from quickseek.parallel.world import SoloWorld, World, default_world, require_agreement, together
+from quickseek.parallel.launch import world_of_process
+from quickseek.parallel.world import SoloWorld, World, require_agreement, together
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.compressed_ids import check_compressed_count, compressed_id_table
 from quickseek.tokenizer.instructions import ToolsInstructions
@@ -40,16 +41,19 @@ PromptInput = str | Sequence[int]
 class LLM:
     """A loaded model with its tokenizer.
 
-    ``model``: a checkpoint directory, or a hub repository "owner/name". ``options``: the fields of ``EngineConfig``; an
-    unknown one is a TypeError.
+    ``model``: a checkpoint directory, or a hub repository "owner/name". ``world``: the ranks, each with an LLM of its
+    own that does what the others do; None: the ranks that were spawned, or torchrun's, or this process alone.
+    ``options``: the fields of ``EngineConfig``; an unknown one is a TypeError.
     """
 
     def __init__(self, model: str | Path, *, world: World | None = None, **options: Any) -> None:
         self.engine_config = EngineConfig(**options)
         config = self.engine_config
-        self.world = world_on(config.device, default_world() if world is None else world)
+        # A rank's own GPU is that of its place on the host; a number in ``device`` is checked against it.
+        kind = torch.device(config.device).type
+        self.world = world_on(config.device, world_of_process(kind) if world is None else world)
         if config.tensor_parallel_size != self.world.size:
-            expected = f"the number of ranks that were launched, {self.world.size}"
+            expected = f"the number of ranks that were launched (torchrun, or parallel.launch.spawn), {self.world.size}"
             raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, expected)
         if self.world.device.type == "cuda" and config.resolved_mode != "trained":
             raise ConfigError("mode", config.mode, "'trained' on a GPU: exact arithmetic runs on a CPU")

@@ -5,9 +5,11 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from quickseek.errors import RankFailure, WorldError
-from quickseek.parallel.world import DistributedWorld, SoloWorld, World, set_default_world
+from quickseek.errors import QuickseekError, RankFailure, WorldError
+from quickseek.parallel.world import DistributedWorld, SoloWorld, World, default_world, set_default_world
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 START_METHOD = "spawn"
@@ -31,15 +33,46 @@ GRACE_S = 3.0
 """How long the other ranks get to report, once one has failed, before they are ended."""
 TRACE_S = 2.0
 """How long a rank that hangs gets to write down where it is."""
+PATIENCE_S = 7 * 86400.0
+"""How long a collective waits where nobody set a limit: a rank that fails ends its peers before."""
+NOT_BEGUN = """\
+A rank ended before it began; what it wrote to stderr says why. A script that spawns ranks is a file, imported by each
+of them: it does so below `if __name__ == "__main__":`, and its functions for the ranks can be imported."""
 
 
 def world_from_environment(device: torch.device | str = "cpu", *, timeout_s: float = 600.0) -> World:
-    """The world that torchrun describes in the environment; one rank alone where it describes none.
+    """The world that torchrun describes in the environment, one rank alone where it describes none; from now on the
+    process default.
 
     ``device`` "cuda" means the GPU of LOCAL_RANK. Collectives give up after ``timeout_s``. Raises WorldError naming
-    the variables that are absent or wrong. Call it once a process.
+    the variables that are absent or wrong, or the GPU that is not there. Call it once a process.
     """
-    device = torch.device(device)
+    world = _environment_world(torch.device(device), timeout_s)
+    set_default_world(world)
+    return world
+
+
+def world_of_process(device: torch.device | str = "cpu") -> World:
+    """What ``world=None`` means for a whole model: the default world if it has several ranks, else that of the
+    environment if torchrun started several, else the default world.
+
+    Raises what ``world_from_environment`` raises.
+    """
+    world = default_world()
+    return world_from_environment(device) if world.size == 1 and (launched_ranks() or 1) > 1 else world
+
+
+def launched_ranks() -> int | None:
+    """WORLD_SIZE of the environment, None where it is not set; WorldError if it is no number of ranks."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise WorldError(f"WORLD_SIZE={text!r}: expected a number of ranks")
+    return int(text)
+
+
+def _environment_world(device: torch.device, timeout_s: float) -> World:
     if "WORLD_SIZE" not in os.environ:
         return SoloWorld(device)
     absent = [name for name in ENVIRONMENT if name not in os.environ]
@@ -63,9 +96,16 @@ def _connect(method: str, rank: int, size: int, device: torch.device, local_rank
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=limit)
         return DistributedWorld(device)
     device = torch.device("cuda", local_rank if device.index is None else device.index)
+    _require_gpus(device.index + 1)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=method, rank=rank, world_size=size, timeout=limit)
     return DistributedWorld(device, None, dist.new_group(backend="gloo", timeout=limit))
+
+
+def _require_gpus(count: int) -> None:
+    found = torch.cuda.device_count()
+    if found < count:
+        raise WorldError(f"the ranks need {count} GPUs on this host: torch {torch.__version__} finds {found}")
 
 
 def _disconnect() -> None:
@@ -74,31 +114,56 @@ def _disconnect() -> None:
 
 
 def spawn(
-    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, device: torch.device | str = "cpu"
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout_s: float | None = 120.0,
+    device: torch.device | str = "cpu",
 ) -> list[Any]:
     """``function(world, *args)`` on ``size`` new processes of this host; every rank's result, ranks ascending.
 
-    ``function``, ``args`` and results are pickled; ``function`` must be importable. ``world`` is also the process
-    default of its rank. Never hangs: when a rank raises, dies or is not done after ``timeout_s``, all are ended and
-    RankFailure names it, with the traceback of every rank that left one.
+    ``function``, ``args`` and results are pickled; ``function`` must be importable, and a script calls ``spawn`` below
+    ``if __name__ == "__main__":``. ``world`` is also the process default of its rank. Never hangs: when a rank raises,
+    dies or is not done after ``timeout_s`` (None: it may take as long as it likes), all are ended and RankFailure
+    names it, with the traceback of every rank that left one. Of ranks that are not done it names one that does not
+    wait in a collective, if there is one. Its cause is the rank's error, if that was a QuickseekError, OSError or
+    NotImplementedError. The ranks end with this process, and on Ctrl-C. WorldError if GPUs are missing.
     """
     if size < 1:
         raise WorldError(f"cannot spawn {size} ranks: expected at least one")
+    device = torch.device(device)
+    if device.type == "cuda":
+        _require_gpus(size if device.index is None else device.index + 1)
+    limit_s = PATIENCE_S if timeout_s is None else timeout_s
     context: Any = multiprocessing.get_context(START_METHOD)
     with tempfile.TemporaryDirectory(prefix="quickseek-") as folder:
         ranks: list[_Rank] = []
         try:
             for rank in range(size):
                 here, there = context.Pipe()
-                job = (rank, size, folder, str(device), timeout_s, there, function, args)
+                job = (rank, size, folder, str(device), limit_s, there, function, args)
                 process = context.Process(target=_run_rank, args=job, daemon=True, name=f"rank {rank}")
-                process.start()
+                with _deaf_to_interrupts():
+                    process.start()
                 there.close()
                 ranks.append(_Rank(rank, process, here, Path(folder)))
-            return _collect(ranks, timeout_s)
+            return _collect(ranks, limit_s)
         finally:
             for one in ranks:
                 one.end()
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that begin meanwhile never see a Ctrl-C: this one ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may change what signals do
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
 class _Rank:
@@ -110,6 +175,12 @@ class _Rank:
         self.outcome: str | None = None
         self.value: Any = None
         self.report = ""
+        self.cause: Exception | None = None
+
+    @property
+    def began(self) -> bool:
+        """Whether the process came as far as its own function."""
+        return self.trace_file.exists()
 
     def receive(self) -> None:
         """Take what the rank sent, or note that it died without a word."""
@@ -123,7 +194,7 @@ class _Rank:
         if self.outcome == "result":
             self.value = payload
         else:
-            self.report = payload
+            self.report, self.cause = payload
 
     def trace(self) -> str:
         """Where every thread of a rank that hangs is now, most recent call first."""
@@ -166,9 +237,25 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
     # A rank that died breaks its peers' connections: their errors follow from its own.
     failed.sort(key=lambda one: one.outcome != "died")
     lines = [f"rank {one.rank} {one.report}" for one in failed]
-    for one in waiting if not failed else []:
-        lines.append(f"rank {one.rank} was not done after {timeout_s} s:\n{one.trace()}")
-    raise RankFailure((failed or waiting)[0].rank, "\n".join(lines))
+    if any(one.outcome == "died" and not one.began for one in failed):
+        lines.append(NOT_BEGUN)
+    if failed:
+        raise RankFailure(failed[0].rank, "\n".join(lines)) from failed[0].cause
+    traced = [(one.rank, trace, in_collective(trace)) for one in waiting for trace in [one.trace()]]
+    traced.sort(key=lambda one: one[2])
+    for rank, trace, waits in traced:
+        where = ", in a collective" if waits else ""
+        lines.append(f"rank {rank} was not done after {timeout_s} s{where}:\n{trace}")
+    raise RankFailure(traced[0][0], "\n".join(lines))
+
+
+def in_collective(trace: str) -> bool:
+    """Whether the main thread of a faulthandler trace, its last, waits inside torch.distributed.
+
+    A rank that waits on its GPU for a collective launched before is not noticed.
+    """
+    newest = re.search(r"^ +File (.*)", trace.rstrip().split("\n\n")[-1], re.MULTILINE)
+    return newest is not None and re.search(r"[/\\]torch[/\\]distributed[/\\]", newest[1]) is not None
 
 
 def _trace_file(folder: Path, rank: int) -> Path:
@@ -187,6 +274,7 @@ def _run_rank(
 ) -> None:
     """The body of a spawned process: connect, run, send the result or the traceback, wait to be let go."""
     with _traceable(_trace_file(Path(folder), rank)):
+        let_go = _watch(pipe)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         try:
             if sys.platform == "linux":
@@ -197,13 +285,35 @@ def _run_rank(
             set_default_world(world)
             # Plain pickle copies tensors into the message: shared handles would die with this process.
             message = pickle.dumps(("result", function(world, *args)))
-        except BaseException:
-            message = pickle.dumps(("raised", f"raised:\n{traceback.format_exc()}"))
+        except BaseException as error:
+            message = pickle.dumps(("raised", (f"raised:\n{traceback.format_exc()}", _told(error))))
         pipe.send_bytes(message)
         # Peers may still be reading what this rank sent them: leave only when all are done.
-        with contextlib.suppress(EOFError, OSError):
-            pipe.recv_bytes()
+        let_go.wait()
         _disconnect()
+
+
+def _watch(pipe: Connection) -> threading.Event:
+    """An event that is set when the parent lets this rank go; the process ends when the parent has."""
+    let_go = threading.Event()
+
+    def watch() -> None:
+        try:
+            pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+        let_go.set()
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
+    return let_go
+
+
+def _told(error: BaseException) -> Exception | None:
+    """An error that a user can act on, as a plain one with its text: not every error can be unpickled."""
+    for kind in (QuickseekError, OSError, NotImplementedError):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return None
 
 
 @contextlib.contextmanager
