@@ -99,6 +99,41 @@ def test_a_limit_that_a_kernel_cannot_count_down_is_refused(timeout_s: float) ->
         LamportAllGather(rank_capacity_bytes=64, device="cpu", timeout_s=timeout_s)
 
 
+@pytest.mark.parametrize("hidden", [8, 64, 128, 248, 264, 384, 640, 5120 + 128])
+def test_an_mxfp8_copy_of_rows_that_leave_a_warp_half_empty_is_refused(hidden: int) -> None:
+    sizes = SIZES | {"hidden_size": hidden, "device": "cpu"}
+    AllReduceMHC(**sizes)
+    with pytest.raises(ValueError, match=f"hidden_size {hidden}: quantize_layer_input needs a multiple of 256"):
+        AllReduceMHC(**sizes, quantize_layer_input=True)
+    for fits in (256, 512, 768, 5120):
+        AllReduceMHC(**sizes | {"hidden_size": fits}, quantize_layer_input=True)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "hc_mult", "max_num_tokens", "top_k", "two_shot_rows"])
+@pytest.mark.parametrize("kind", [float, str, bool, torch.tensor])
+def test_a_size_that_is_no_integer_is_refused(name: str, kind: Any) -> None:
+    sizes = SIZES | {"two_shot_rows": 4, "device": "cpu"}
+    AllReduceMHC(**sizes)
+    with pytest.raises(ValueError, match=f"{name} .*an integer"):
+        AllReduceMHC(**sizes | {name: kind(sizes[name])})
+
+
+@pytest.mark.parametrize("size", [64.0, "64", True, 0, -16, 24])
+def test_a_gather_of_an_odd_capacity_is_refused(size: Any) -> None:
+    LamportAllGather(rank_capacity_bytes=64, device="cpu")
+    with pytest.raises(ValueError, match="rank_capacity_bytes"):
+        LamportAllGather(rank_capacity_bytes=size, device="cpu")
+
+
+def test_a_cpu_with_an_index_is_the_cpu() -> None:
+    for device in ("cpu:0", torch.device("cpu", 0), "cpu"):
+        door, gather = AllReduceMHC(**SIZES, device=device), LamportAllGather(rank_capacity_bytes=64, device=device)
+        assert door(**arguments())[0].shape == (ROWS, STREAMS, HIDDEN) and gather(torch.ones(4)).shape == (4,)
+        moved = torch.ones(4, device="cpu:0")
+        assert torch.equal(gather(moved), moved)
+        door(**{name: value.to(device) for name, value in arguments().items()})
+
+
 def test_a_gather_takes_data_that_starts_between_two_words() -> None:
     gather = LamportAllGather(rank_capacity_bytes=64, device="cpu")
     for data in (torch.arange(40, dtype=torch.uint8)[1:17], torch.arange(40, dtype=torch.bfloat16)[1:9]):

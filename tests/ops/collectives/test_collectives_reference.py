@@ -11,7 +11,7 @@ from quickseek.ops.quantize import mxfp8_scale_bytes
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import SoloWorld, World
 
-HIDDEN, STREAMS, TOP_K = 128, 4, 3
+HIDDEN, STREAMS, TOP_K = 256, 4, 3
 
 
 def case(rows: int, ranks: int, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -218,8 +218,9 @@ def test_the_mxfp8_copy_reads_the_rounded_input():
     )
     reduce = door(SoloWorld(), quantize_layer_input=True)
     _, layer_input = reduce(inputs["x"][0], *arguments(inputs), mxfp8_out=(codes, scales))
-    row = scales.view(1, 1, 32, 4, 4)[0, 0, :, 0]  # row r < 32 stands at 16 r
-    assert row[2:].count_nonzero() == 0 and scales.view(32, 4, 4)[:, 1:].count_nonzero() == 0
+    tiles = scales.view(HIDDEN // 128, 32, 4, 4)
+    row = tiles[:, :, 0].transpose(0, 1).reshape(32, HIDDEN // 32)  # row r < 32 stands at 16 r of each tile
+    assert row[2:].count_nonzero() == 0 and tiles[:, :, 1:].count_nonzero() == 0
     plain = quantize_a8(layer_input)
     assert torch.equal(row[:2], plain[1])
     assert (dequantize_a8(codes, row[:2]) - layer_input).abs().max() <= layer_input.abs().max() / 8

@@ -38,7 +38,8 @@ class AllReduceMHC:
 
     Construction and calls are collective: every rank of ``fabric`` (CUDA; None: symmetric memory over ``world``) or
     ``world`` (CPU; None: the process default) makes them in the same order with equal shapes. All ranks get the same
-    bits. ``hc_mult`` 1 with mixes of 1 is residual add + RMSNorm. ``two_shot_rows`` overrides the thresholds on
+    bits. ``hc_mult`` 1 with mixes of 1 is residual add + RMSNorm. ``quantize_layer_input`` (for ``mxfp8_out``) needs
+    ``hidden_size`` a multiple of 256, else 8 is enough. ``two_shot_rows`` overrides the thresholds on
     CUDA: rows from which two-shot runs, above ``max_num_tokens`` for never.
 
     Raises ValueError before any launch for arguments that do not fit, RuntimeError at construction when peers cannot

@@ -58,6 +58,9 @@ class Routed:
 MAX_TIMEOUT_S = 1e9
 """Seconds whose nanoseconds, added to a clock of the device, still fit 63 bits."""
 
+QUANTIZED_MULTIPLE = 256
+"""Values of a row that a warp holds: its lanes share the scales of the MXFP8 copy by shuffles that all must reach."""
+
 Result = tuple[Tensor, Tensor | None]
 """Post-mixed streams [M, hc, H], and the normalised layer input [M, H] or None when residual-only."""
 
@@ -137,7 +140,8 @@ def check_shape(shape: AllReduceShape, world: World, fabric: Fabric | None) -> N
     if shape.two_shot_rows is not None:
         require(shape.two_shot_rows >= 1, f"two_shot_rows {shape.two_shot_rows}: at least 1")
     if shape.quantize_layer_input:
-        require(shape.hidden_size % 128 == 0, f"hidden_size {shape.hidden_size}: MXFP8 needs a multiple of 128")
+        fits = shape.hidden_size % QUANTIZED_MULTIPLE == 0
+        require(fits, f"hidden_size {shape.hidden_size}: quantize_layer_input needs a multiple of {QUANTIZED_MULTIPLE}")
     size = world.size if fabric is None else fabric.size
     require(size in (1, 2, 4, 8), f"{size} ranks: 1, 2, 4 or 8")
 
