@@ -1,13 +1,16 @@
 """What worlds promise: ordered sums, groups of their own, and one error on all ranks for a fault on one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quickseek.errors import RankDisagreement, WorldError
 from quickseek.parallel.launch import spawn
+from quickseek.parallel.virtual import run_virtual
 from quickseek.parallel.world import SoloWorld, World, require_agreement, split, together
 
 # In FP32, ascending: (1e8 - 1e8) + 1 = 1, but 1e8 + (1 - 1e8) = 0: the order shows in the result.
@@ -25,6 +28,43 @@ def ordered_sums(world: World) -> dict[str, torch.Tensor]:
         "float64": world.all_reduce(tiny),
         "zero": world.all_reduce(torch.tensor([-0.0])),
     }
+
+
+def whole_sums(world: World) -> list[torch.Tensor]:
+    """Of integers that FP32 does not hold, of small ones, and of none."""
+    large = torch.tensor([2**24 + 1, -(2**40) - world.rank])
+    return [
+        world.all_reduce(large),
+        world.all_reduce(torch.tensor([2**24 + world.rank], dtype=torch.int32)),
+        world.all_reduce(torch.tensor([100], dtype=torch.uint8)),
+    ]
+
+
+def from_nobody(world: World) -> list[str]:
+    told = []
+    for source in (-1, world.size, 7):
+        try:
+            world.broadcast(torch.ones(2), source)
+            told.append("not noticed")
+        except WorldError as error:
+            told.append(str(error))
+    assert world.broadcast(torch.full((1,), float(world.rank)), world.size - 1).item() == world.size - 1
+    return told
+
+
+def odd_facts(world: World) -> list[str]:
+    nan, odd = float("nan"), world.rank == 1
+    facts = (
+        {"eps": nan},
+        {"eps": nan if odd else 1.0},
+        {"map": torch.tensor([1, 2])},
+        {"map": torch.tensor([1, 3 if odd else 2])},
+        {"map": torch.tensor([1.0, nan])},
+        {"map": torch.ones(2 if odd else 1)},
+        {"map": [torch.tensor(1), {"eps": nan}]},
+        {"map": [torch.tensor(1), {"eps": nan}, 2.0 if odd else 2]},
+    )
+    return [told_by(partial(require_agreement, world, fact)) for fact in facts]
 
 
 def moves(world: World) -> dict[str, torch.Tensor]:
@@ -80,6 +120,30 @@ def test_sums_run_over_ranks_ascending_with_one_rounding():
     # Negative control: another order and another rounding do give other numbers.
     assert sum(torch.tensor(ORDER_SENSITIVE[::-1])).item() != 1.0
     assert (torch.tensor(256.0, dtype=torch.bfloat16) + 1 + 1).item() == 256.0
+
+
+@pytest.mark.parametrize("run", [spawn, run_virtual])
+def test_integers_are_summed_as_integers(run: Callable[..., Any]) -> None:
+    for large, middle, small in run(whole_sums, 3):
+        assert large.tolist() == [3 * (2**24 + 1), -3 * 2**40 - 3] and large.dtype == torch.int64
+        assert middle.tolist() == [3 * 2**24 + 3] and middle.dtype == torch.int32
+        assert small.tolist() == [300 - 256] and small.dtype == torch.uint8
+    # Negative control: FP32 does not hold them.
+    assert int(torch.tensor(2**24 + 1).float()) != 2**24 + 1
+
+
+@pytest.mark.parametrize("run", [spawn, run_virtual])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_broadcast_from_a_rank_that_does_not_exist_is_refused_by_all(run: Callable[..., Any], size: int) -> None:
+    for told in [*run(from_nobody, size), *([from_nobody(SoloWorld())] if size == 1 else [])]:
+        assert all(f"there are ranks 0 to {size - 1}" in text for text in told)
+
+
+def test_ranks_agree_on_facts_of_any_kind() -> None:
+    first, second = spawn(odd_facts, 2)
+    assert first == second
+    assert [text == "not noticed" for text in first] == [True, False, True, False, True, False, True, False]
+    assert first[1] == "RankDisagreement: ranks disagree on eps (rank 0: 1.0; rank 1: nan)"
 
 
 def test_gathers_and_broadcasts_carry_any_dtype_and_layout():

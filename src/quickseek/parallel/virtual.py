@@ -166,6 +166,7 @@ class VirtualWorld(World):
         return torch.cat(self._meet("all_gather", *_form(x), dim, value=x.detach().clone()), dim)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        self.check_source(source)
         mine = self.rank == source
         sent = self._meet("broadcast", *_form(x), source, value=x.detach().clone() if mine else None)[source]
         return x if mine else x.copy_(sent)

@@ -44,7 +44,7 @@ class World(ABC):
 
     @abstractmethod
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """x of rank ``source``, on every rank; written into x, which is returned."""
+        """x of rank ``source``, on every rank; written into x, which is returned. WorldError without such a rank."""
 
     @abstractmethod
     def all_reduce_min(self, value: int) -> int:
@@ -58,15 +58,25 @@ class World(ABC):
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
+    def check_source(self, source: int) -> None:
+        """WorldError unless ``source`` is one of the ranks."""
+        if not 0 <= source < self.size:
+            raise WorldError(f"broadcast from rank {source}: there are ranks 0 to {self.size - 1}")
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x: FP32 (float64 if x is), ranks ascending from 0, one rounding (equality.md 1.5).
+
+        Integers are summed in int64 and come back in x's dtype.
 
         An ordered sum of gathered parts, never the backend's own reduction: all ranks get the same bits. The sign of a
         zero is the sum's own; that mailboxes carry no -0 is a rule of the fused collectives (ops/collectives).
         """
         if self.size == 1:
             return x
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if x.dtype.is_floating_point:
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        else:
+            wide = torch.int64
         parts = self.all_gather(x.unsqueeze(0)).to(wide)
         total = parts[0]
         for part in parts[1:]:
@@ -84,6 +94,7 @@ class SoloWorld(World):
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        self.check_source(source)
         return x
 
     def all_reduce_min(self, value: int) -> int:
@@ -123,6 +134,7 @@ class DistributedWorld(World):
         return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        self.check_source(source)
         sent = _bytes(x)
         dist.broadcast(sent, group=self.group, group_src=source)
         if sent.data_ptr() != x.data_ptr():
