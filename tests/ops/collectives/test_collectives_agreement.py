@@ -123,3 +123,13 @@ def unchecked(world: World) -> None:
 def test_without_the_comparison_the_world_itself_would_end_the_run() -> None:
     with pytest.raises(RankFailure):
         run_virtual(unchecked, 2)
+
+
+def build_for_too_many(world: World) -> list[str]:
+    return [told_by(lambda: reduce_on(world)), told_by(lambda: gather_on(world))]
+
+
+def test_more_than_eight_ranks_are_refused_on_every_rank() -> None:
+    for told in run_virtual(build_for_too_many, 9):
+        assert told[0].startswith("ValueError: 9 ranks") and told[1] == "ValueError: 9 ranks: at most 8"
+    assert run_virtual(build_for_too_many, 8)[7] == ["not noticed"] * 2
