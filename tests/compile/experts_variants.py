@@ -4,6 +4,7 @@ With ``ptx`` as argument: the miniatures alone, and their PTX, for a test to run
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ HIDDEN, EXPERTS = 5120, 384
 
 
 def released() -> Iterator[tuple[str, Any, Any]]:
-    """The kernels of ranks of TP 8, 4, 2 and 1, with their settings for steps of one row and of 85."""
-    for inner in (288, 576, 1152, 2304):
+    """The kernels of ranks of TP 8, 4, 2 and 1, on Blackwell of TP 4, with their settings for one row and for 85."""
+    for inner in (288, 576, 1152, 2304) if os.environ["CUTE_DSL_ARCH"] == "sm_90a" else (576,):
         settings = gate_up_settings(HIDDEN, 6)
         yield f"gate_up {inner}", GateUpKernel(HIDDEN, inner, EXPERTS, **settings), GATE_UP_ARGUMENTS
         yield f"down {inner}", DownKernel(HIDDEN, inner, **down_settings(inner, 6)), DOWN_ARGUMENTS

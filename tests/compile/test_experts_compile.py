@@ -56,7 +56,7 @@ def broken(order: str) -> bool:
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a", "sm_103a"])
 def test_the_expert_kernels_compile_for_the_architecture(architecture: str) -> None:
     found = compile_all(architecture)
-    assert len(found) == 9
+    assert len(found) == (9 if architecture == "sm_90a" else 3)
     for name, kernel in found.items():
         assert kernel["target"] == architecture, name
         assert not broken(kernel["order"]), f"{name}: {kernel['order']}"
