@@ -43,7 +43,9 @@ class AllReduceMHC:
     CUDA: rows from which two-shot runs, above ``max_num_tokens`` for never.
 
     Raises ValueError before any launch for arguments that do not fit, RuntimeError at construction when peers cannot
-    be mapped, ``CollectiveTimeout`` when a wait of an earlier call gave up after ``timeout_s``.
+    be mapped, ``CollectiveTimeout`` when a wait of an earlier call gave up after ``timeout_s``. ``timeout_s`` is that
+    of GPUs: on a CPU the backend of ``world`` has its own limit. Ranks that build different collectives all raise
+    ValueError; those whose calls differ in kind, dtype or shape raise RankDisagreement on a CPU (undefined on CUDA).
     """
 
     def __init__(
@@ -138,10 +140,13 @@ class AllReduceMHC:
         return self.implementation.finalize(routed, boundary)
 
     # The phases of a call, for a process that plays several ranks of one GPU: every rank's ``publish`` (or
-    # ``publish_finalize``), then every rank's ``sum_owned``, then every rank's ``collect``.
+    # ``publish_finalize``), then every rank's ``sum_owned``, then every rank's ``collect``. A CPU has none of them.
 
     def publish(self, x: Tensor) -> None:
-        """Send x [M, H] (TP-partial) to the peers; ``sum_owned`` and ``collect`` must follow on this rank."""
+        """Send x [M, H] (TP-partial) to the peers; ``sum_owned`` and ``collect`` must follow on this rank.
+
+        NotImplementedError on a CPU, as from every phase.
+        """
         check_partial(self.shape, x)
         self._phases().publish(x)
 
@@ -195,11 +200,12 @@ class AllReduceMHC:
 
     def _phases(self) -> Phases:
         if not isinstance(self.implementation, Phases):
-            raise NotImplementedError("AllReduceMHC.publish and collect on a CPU")
+            raise NotImplementedError("on a CPU AllReduceMHC has no mailboxes: call it, or finalize")
         return self.implementation
 
     def reset(self) -> None:
-        """Empty the mailboxes after a ``CollectiveTimeout`` or an aborted eager step. Collective."""
+        """Empty the mailboxes after a ``CollectiveTimeout`` or an aborted eager step; on a CPU, which has none, wait
+        for all ranks. Collective."""
         self.implementation.reset()
 
 
@@ -207,6 +213,7 @@ class LamportAllGather:
     """Small all-gathers of a decode step in one kernel (spec/decode.md C). Construction and calls are collective.
 
     ``rank_capacity_bytes``: the largest x of a rank, a positive multiple of 16. One instance serves one stream order.
+    At most 8 ranks. ``timeout_s``, and what ranks that differ raise, as of ``AllReduceMHC``.
     """
 
     def __init__(
@@ -263,9 +270,11 @@ class LamportAllGather:
         return gather_words(x, self.world)
 
     def reset(self) -> None:
-        """Empty the mailboxes after a ``CollectiveTimeout``. Collective."""
+        """Empty the mailboxes after a ``CollectiveTimeout``; a CPU has none and waits for all ranks. Collective."""
         if self._gather is not None:
             self._gather.reset()
+        else:
+            self.world.barrier()
 
 
 def _kind(device: torch.device | str) -> str:
