@@ -159,9 +159,7 @@ class Cycle:
     def decide(self, step: VerifyStep, needs: Needs, masks: Tensor | None = None, *, rows_ran: bool = True) -> Decision:
         """D: accept or sample, commit, draft. ``masks`` int32 [B, r, words] of a grammar."""
         slots = step.slots
-        verified, valid = self._accept(step, needs, masks)
-        tokens = self.model.world.broadcast(verified.tokens.contiguous())
-        accepted = self.model.world.broadcast(verified.accepted.contiguous())
+        tokens, accepted, valid = self._agreed(*self._accept(step, needs, masks))
         counts = self.state.take(slots, tokens, accepted, rows_ran=rows_ran)
         logprobs = None
         if needs.logprobs is not None:
@@ -213,6 +211,15 @@ class Cycle:
             step.draft_counts,
         )
         return verified, valid
+
+    def _agreed(self, verified: Verified, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B, r], accepted drafts [B] and which rows held a choice [B * r], as rank 0 found them."""
+        tokens, accepted = verified.tokens, verified.accepted
+        if self.model.world.size == 1:
+            return tokens, accepted, valid
+        told = torch.cat((tokens, accepted.unsqueeze(1), valid.view(tokens.shape).to(tokens.dtype)), 1)
+        tokens, accepted, held = self.model.world.broadcast(told).split((tokens.shape[1], 1, tokens.shape[1]), 1)
+        return tokens.contiguous(), accepted.squeeze(1), held.flatten() != 0
 
     # ------------------------------------------------------------------------------------------ parts
 
@@ -269,4 +276,5 @@ class Cycle:
             state.draft_ids[slots, :, 0] = tokens
             state.draft_chances.index_fill_(0, slots, 0.0)
             state.draft_chances[:, :, 0].index_fill_(0, slots, 1.0)
-        return tokens, proposed.confidence
+        # How many drafts are verified may depend on it.
+        return tokens, self.model.world.broadcast(proposed.confidence)
