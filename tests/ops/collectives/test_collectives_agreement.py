@@ -59,6 +59,7 @@ def check_built(found: list[list[str]]) -> None:
     for other in found[1:]:
         assert other == found[0]
     assert all(re.match("ValueError: ranks build different collectives", text) for text in found[0][:10]), found[0]
+    assert "max_num_tokens=8" in found[0][3] and "max_num_tokens=9" in found[0][3]
     assert "AllReduceMHC" in found[0][8] and "LamportAllGather" in found[0][8]
     assert "512" in found[0][9] and found[0][10].startswith("ValueError: timeout_s nan")
 

@@ -68,7 +68,11 @@ class AllReduceMHC:
         sizes = (hidden_size, hc_mult, max_num_tokens, top_k)
         options = (quantize_layer_input, residual_only, timeout_s, two_shot_rows)
         # Compared before they are checked: a rank that refused its own would leave the others waiting.
-        agree(peers, ("AllReduceMHC", _kind(device), *sizes, *options))
+        described = (
+            f"AllReduceMHC({hidden_size=}, {hc_mult=}, {max_num_tokens=}, {top_k=}, {quantize_layer_input=}, "
+            f"{residual_only=}, {timeout_s=}, {two_shot_rows=}) on {_kind(device)}"
+        )
+        agree(peers, described)
 
         def checked() -> AllReduceShape:
             shape = AllReduceShape(*sizes, _device(device, fabric), *options)
@@ -200,7 +204,7 @@ class AllReduceMHC:
 
     def _phases(self) -> Phases:
         if not isinstance(self.implementation, Phases):
-            raise NotImplementedError("on a CPU AllReduceMHC has no mailboxes: call it, or finalize")
+            raise NotImplementedError("AllReduceMHC has no mailboxes on a CPU: call it, or finalize")
         return self.implementation
 
     def reset(self) -> None:
@@ -228,7 +232,7 @@ class LamportAllGather:
         self.world = default_world() if world is None else world
         peers = self.world if fabric is None else fabric
         # Compared before they are checked: a rank that refused its own would leave the others waiting.
-        agree(peers, ("LamportAllGather", _kind(device), rank_capacity_bytes, timeout_s))
+        agree(peers, f"LamportAllGather({rank_capacity_bytes=}, {timeout_s=}) on {_kind(device)}")
 
         def checked() -> torch.device:
             check_gather(rank_capacity_bytes, timeout_s, peers.size)
