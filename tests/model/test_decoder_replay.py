@@ -24,7 +24,7 @@ from model_helpers import (
 from quickseek.model.causal_lm import CausalLM
 from quickseek.model.layer import Layer
 from quickseek.model.replay import DecoderReplayLayers, why_unsupported
-from quickseek.ops import mhc
+from quickseek.ops import mhc, norm_rope
 
 WINDOW = 8
 CUT = 4
@@ -137,7 +137,7 @@ def by_hand(ids: Tensor, last: int) -> Tensor:
             selection = module.attn.indexer(x, latent, rows, part)
             rows.lists = selection.lists
             rows.candidates = selection.candidates if selection.candidates is not None else rows.candidates
-        queries = module.attn.queries(latent, turn)
+        queries = norm_rope.apply_rope(module.attn.queries(latent), turn)
         table = driver.state.caches[f"layers.{CUT}.global_kv"].tensor[slot]
         attended = []
         for row in range(last):
@@ -147,7 +147,8 @@ def by_hand(ids: Tensor, last: int) -> Tensor:
             weights = torch.exp(queries[row] @ keys.T * config.head_dim**-0.5)
             weights = weights / (weights.sum(-1, keepdim=True) + torch.exp(module.attn.sinks).unsqueeze(1))
             attended.append(weights @ keys)
-        streams = mhc.post(streams, module.attn.output(torch.stack(attended), turn), mixes)
+        turned_back = norm_rope.apply_rope(torch.stack(attended), turn, inverse=True)
+        streams = mhc.post(streams, module.attn.output(turned_back), mixes)
         streams, pre = module.ffn_sublayer(streams, mixes.pre, rows)
     assert backbone.norm is not None
     return model.logits(backbone.norm(mhc.collapse(streams, pre)))
