@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from kept_ptx import ptx_of
+
 from quickseek.ops.collectives import all_reduce, gather, stamp
 from quickseek.ops.collectives.boundary import BoundaryKernel
 from quickseek.ops.collectives.publish import OwnerKernel, PublishKernel
-from quickseek.ops.compiled import compile_kernel
 from quickseek.ops.embedding import cute as embedding
 
 HIDDEN, STREAMS, CAPACITY = 5120, 4, 384
@@ -54,12 +55,10 @@ def variants() -> Iterator[tuple[str, Any, str]]:
 
 def main() -> None:
     for name, kernel, arguments in variants():
-        text = compile_kernel(kernel, arguments, "--keep-ptx").__ptx__
-        target = re.search(r"^\.target (\S+)", text, re.MULTILINE)
-        assert target is not None
+        text, target = ptx_of(kernel, arguments)
         found = {
             "name": name,
-            "target": target.group(1),
+            "target": target,
             "multimem": text.count("multimem.st"),
             "push": text.count("st.relaxed.sys.global.v4.b32"),
             "poll": text.count("ld.volatile.global.v4.u32"),

@@ -5,14 +5,13 @@ With ``ptx`` as argument: the miniatures alone, and their PTX, for a test to run
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from kept_ptx import ptx_of
 from triton_launches import chain_order
 
-from quickseek.ops.compiled import compile_kernel
 from quickseek.ops.moe.cute import (
     DOWN_ARGUMENTS,
     GATE_UP_ARGUMENTS,
@@ -51,12 +50,10 @@ def miniatures() -> Iterator[tuple[str, Any, Any]]:
 def main() -> None:
     small = sys.argv[1:] == ["ptx"]
     for name, kernel, arguments in miniatures() if small else released():
-        text = compile_kernel(kernel, arguments, "--keep-ptx").__ptx__
-        target = re.search(r"^\.target (\S+)", text, re.MULTILINE)
-        assert target is not None
+        text, target = ptx_of(kernel, arguments)
         found = {
             "name": name,
-            "target": target.group(1),
+            "target": target,
             "order": chain_order(text),
             "constant": text.count("ld.global.nc"),
         }

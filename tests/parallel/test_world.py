@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from quickseek.errors import RankDisagreement, WorldError
+from quickseek.errors import WorldError
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.virtual import run_virtual
 from quickseek.parallel.world import SoloWorld, World, require_agreement, split, together
+from rank_cases import told_by
 
 # In FP32, ascending: (1e8 - 1e8) + 1 = 1, but 1e8 + (1 - 1e8) = 0: the order shows in the result.
 ORDER_SENSITIVE = (1e8, -1e8, 1.0)
@@ -88,14 +89,6 @@ def groups(world: World) -> tuple[int, int, float, float, list[int]]:
     return group.rank, group.size, both, everyone, group.gather_object(world.rank)
 
 
-def told_by(attempt: Callable[[], object]) -> str:
-    try:
-        attempt()
-    except (RankDisagreement, FileNotFoundError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not noticed"
-
-
 def disagreements(world: World) -> list[str]:
     facts = {"max_num_seqs": 8 if world.rank else 4, "dtype": "bfloat16", **({"draft": True} if world.rank else {})}
 
@@ -105,7 +98,7 @@ def disagreements(world: World) -> list[str]:
     return [
         told_by(lambda: require_agreement(world, facts)),
         told_by(lambda: together(world, "loading", lambda: read_a_shard() if world.rank else "loaded")),
-        told_by(lambda: together(world, "loading", read_a_shard)),
+        told_by(lambda: together(world, "loading", read_a_shard), FileNotFoundError),
         told_by(lambda: require_agreement(world, {"max_num_seqs": 8})),
         together(world, "loading", lambda: "all loaded"),
     ]

@@ -8,22 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from quickseek.errors import RankDisagreement, RankFailure
+from quickseek.errors import RankFailure
 from quickseek.ops.collectives import AllReduceMHC, LamportAllGather
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.virtual import run_virtual
 from quickseek.parallel.world import World
+from rank_cases import told_by
 
 HIDDEN, STREAMS, CAPACITY, TOP_K = 64, 2, 8, 2
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "hc_mult": STREAMS, "max_num_tokens": CAPACITY, "top_k": TOP_K}
-
-
-def told_by(attempt: Callable[[], object]) -> str:
-    try:
-        attempt()
-    except (ValueError, RankDisagreement) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not noticed"
 
 
 def reduce_on(world: World, **changed: Any) -> AllReduceMHC:
