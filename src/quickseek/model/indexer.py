@@ -27,7 +27,7 @@ class Indexer(nn.Module):
         """Lists for rows x [T, H] with query latents [T, q_lora_rank]; at the candidate source also its blocks."""
         config, layer = self.config, self.layer
         queries = self.wq_b(query_latent).unflatten(-1, (config.index_n_heads, config.index_head_dim))
-        queries = norm_rope.apply_rope(queries, shared.turns[True])
+        queries = norm_rope.apply_rope(queries, shared.turns[True], overwrite=True)
         if self.numerics.quantize_caches:
             queries = quantize.fake_quantize_q4i(queries)
         is_source = layer == config.candidate_source_layer_id
