@@ -15,7 +15,7 @@ from quickseek.decode.boundary import Boundaries, BoundaryAllReduce
 from quickseek.decode.draft import DraftDecode
 from quickseek.decode.embedding import replicate
 from quickseek.decode.engram import EngramPrefetch
-from quickseek.decode.gates import FUSED_MHC_MAX_ROWS, GATES, DecodeStep, Gates, device_kind, step_gates
+from quickseek.decode.gates import FORKS, FUSED_MHC_MAX_ROWS, GATES, DecodeStep, Gates, device_kind, step_gates
 from quickseek.decode.gates import captures_pure_decode as captures_pure_decode
 from quickseek.decode.head import LogitsGather
 from quickseek.decode.layers import LayerPlan, Memory, run_layers
@@ -35,9 +35,6 @@ from quickseek.ops.collectives import AllReduceMHC
 from quickseek.parallel.fabric import Fabric, LoopbackFabric, SymmetricFabric
 from quickseek.parallel.virtual import VirtualWorld
 from quickseek.parallel.world import World, require_agreement
-
-FORKS = ("side_stream", "overlap_inputs", "engram_prefetch", "shared_expert")
-"""Paths on side CUDA streams: ranks in turns take none, so that all their work lies on one."""
 
 DecodeOutput = Tensor | tuple[Tensor, list[Tensor]]
 """Hidden states [n, H], or these and the auxiliary states in the configured order: what the backbone returns."""

@@ -62,6 +62,8 @@ class Gates:
 
 PATHS = tuple(field.name for field in fields(Gates))
 """The names of all paths; each can be switched off (``DecodeConfig.off``)."""
+FORKS = ("side_stream", "overlap_inputs", "engram_prefetch", "shared_expert")
+"""Paths on side CUDA streams: ranks in turns take none, so that all their work lies on one."""
 
 _FORKING = Gates(
     side_stream=MHC_OVERLAP_MAX_ROWS, overlap_inputs=OVERLAP_INPUTS_MAX_ROWS, shared_expert=FUSED_MHC_MAX_ROWS
