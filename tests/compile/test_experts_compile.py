@@ -56,7 +56,7 @@ def broken(order: str) -> bool:
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a", "sm_103a"])
 def test_the_expert_kernels_compile_for_the_architecture(architecture: str) -> None:
     found = compile_all(architecture)
-    assert len(found) == (9 if architecture == "sm_90a" else 3)
+    assert len(found) == (11 if architecture == "sm_90a" else 5)
     for name, kernel in found.items():
         assert kernel["target"] == architecture, name
         assert not broken(kernel["order"]), f"{name}: {kernel['order']}"
@@ -101,10 +101,12 @@ def recorded(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor(tiles, dtype=torch.int32)
 
 
-def gate_up(x: Tensor, chosen: Tensor, weight: Fp4Weight, ptx: str | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and factors of every sorted row, by the compiled kernel."""
+def gate_up(
+    x: Tensor, chosen: Tensor, weight: Fp4Weight, ptx: str | None = None, rows: int = MOST_ROWS
+) -> tuple[Tensor, Tensor]:
+    """Codes and factors of every sorted row, by the kernel compiled for tiles of ``rows`` rows."""
     hidden, inner = x.shape[1], weight.codes.shape[1] // 2
-    text = ptx or compile_all("sm_90a", "ptx")[f"gate_up {hidden} {inner}"]["ptx"]
+    text = ptx or compile_all("sm_90a", "ptx")[f"gate_up {hidden} {inner} {rows} {chosen.shape[1]}"]["ptx"]
     out = torch.full((chosen.numel(), inner), 0x55, dtype=torch.uint8)
     factors = torch.full((chosen.numel(), inner // GROUP), torch.nan)
     memory = Memory()
@@ -115,14 +117,14 @@ def gate_up(x: Tensor, chosen: Tensor, weight: Fp4Weight, ptx: str | None = None
     return out, factors
 
 
-def down(codes: Tensor, factors: Tensor, chosen: Tensor, weight: Fp4Weight) -> Tensor:
-    """Rows by the compiled kernel; rows of no expert stay NaN."""
+def down(codes: Tensor, factors: Tensor, chosen: Tensor, weight: Fp4Weight, rows: int = MOST_ROWS) -> Tensor:
+    """Rows by the kernel compiled for tiles of ``rows`` rows; rows of no expert stay NaN."""
     hidden, inner = weight.codes.shape[1], codes.shape[1]
     warps, each = {(480, 64): (2, 2), (32, 32): (4, 1), (224, 672): (2, 3)}[hidden, inner]
     out = torch.full((chosen.numel(), hidden), torch.nan, dtype=torch.bfloat16)
     memory = Memory()
     tensors = (codes, factors, recorded(chosen)[1], weight.codes, weight.scales, out)
-    text = compile_all("sm_90a", "ptx")[f"down {hidden} {inner}"]["ptx"]
+    text = compile_all("sm_90a", "ptx")[f"down {hidden} {inner} {rows}"]["ptx"]
     grid = (-(-hidden // (LINES * warps * each)), chosen.numel())
     launch(text, memory, [memory.place(tensor) for tensor in tensors], grid)
     memory.write_back()
@@ -194,6 +196,19 @@ def test_both_kernels_together_are_the_reference() -> None:
     assert_op(found, reference.routed_experts(x, routing_of(chosen), weights, LIMIT, "after").rows)
 
 
+def test_tiles_of_two_rows_are_the_reference() -> None:
+    weights = packed_experts(EXPERTS, 480, 64)
+    w13, w2 = fp4(weights.w13), fp4(weights.w2)
+    for chosen in (torch.tensor([[4, 1]]), torch.tensor([[5, 3], [3, 5]]), torch.tensor([[6, -1], [7, 6]])):
+        x = rows_of(chosen.shape[0], 480)
+        few = gate_up(x, chosen, w13, rows=2)
+        assert_bits(torch.cat(few, 1), torch.cat(gate_up(x, chosen, w13), 1))
+        there = (chosen.sort().values >= 0).sum()
+        found = down(*few, chosen, w2, rows=2)
+        assert_bits(found, down(*few, chosen, w2))
+        assert int((~found.isnan().any(1)).sum()) == int(((chosen >= 0) & (chosen < EXPERTS)).sum()) <= there
+
+
 def test_a_row_has_the_same_bits_whoever_shares_its_tile() -> None:
     x, weight = rows_of(8, 480), fp4(packed_experts(EXPERTS, 480, 64).w13)
     together = gate_up(x, torch.full((8, 1), 3), weight)
@@ -246,6 +261,6 @@ def test_every_code_has_its_value_at_scales_of_many_sizes_in_registers() -> None
 
 def test_a_kernel_that_reads_past_its_tensors_is_noticed() -> None:
     x, weight = rows_of(2, 480), fp4(packed_experts(EXPERTS, 480, 64).w13)
-    text = compile_all("sm_90a", "ptx")["gate_up 1024 32"]["ptx"]
+    text = compile_all("sm_90a", "ptx")["gate_up 1024 32 4 1"]["ptx"]
     with pytest.raises(AssertionError, match="leave their tensors"):
         gate_up(x, torch.full((2, 1), EXPERTS - 1), weight, text)

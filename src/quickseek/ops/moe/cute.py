@@ -1,4 +1,4 @@
-"""Routed experts for few rows in CuTe DSL: ``gate_up`` and ``down`` for tiles of up to 8 rows of one expert.
+"""Routed experts for few rows in CuTe DSL: ``gate_up`` and ``down`` for tiles of up to MOST_ROWS rows of one expert.
 
 Tiles are those of ``triton_record.prepare``. Bytes that must move: the packed weights and scales of every expert that
 was chosen, once. How a product is made: ``cute_products.py``.
@@ -8,13 +8,22 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from torch import Tensor
 
 from quickseek.ops import ptx
 from quickseek.ops.compiled import compiled, current_stream, typed
 from quickseek.ops.moe.cute_fragments import GROUP, LINES, MOST_ROWS, PAIR, code_place, kept, lane_of
-from quickseek.ops.moe.cute_products import FewRows, Lane, float_of, largest_in_warp, rounded, store_bf16
+from quickseek.ops.moe.cute_products import (
+    FewRows,
+    Lane,
+    Record,
+    first_bit,
+    float_of,
+    largest_in_warp,
+    rounded,
+    store_bf16,
+)
 
 A8_FLOOR = 1e-4
 A8_RECIPROCAL = float.fromhex("0x1.24924ap-9")
@@ -58,29 +67,23 @@ GATE_UP_ARGUMENTS = (GateUp, "i")
 DOWN_ARGUMENTS = (Down, "i")
 
 
-class Record(NamedTuple):
-    """A tile: its expert, -1 for none, its first sorted row and how many rows it has."""
-
-    expert: Any
-    first: Any
-    count: Any
-
-
 class GateUpKernel(FewRows):
     """A8 of the SwiGLU of w13 x: codes [slots, inner] in the order of ``code_place``, factors [slots, inner / 32].
 
     Grid (inner / 32, tiles): a block has 32 pairs of outputs, a warp 16 of them and every ``slices``-th chunk.
 
     ``ahead``: before the wait each warp finds its tile in the routing and asks for its first weights. The kernel
-    before is ``prepare``, which lets this one start after its own wait: the routing is older.
+    before is ``prepare``, which lets this one start after its own wait: the routing is older. ``top``: experts of a
+    token.
     """
 
     def __init__(
-        self, hidden: int, inner: int, experts: int, *, slices: int, depth: int, blocks: int, ahead: bool
-    ) -> None:
-        super().__init__(hidden, 2, inner, 2 * slices, slices, depth)
-        self.inner, self.experts, self.blocks, self.ahead = inner, experts, blocks, ahead
-        partials = 2 * slices * self.parts * (MOST_ROWS // PAIR) * 32 * 4
+        self, hidden: int, inner: int, experts: int, top: int,
+        *, rows: int, slices: int, depth: int, blocks: int, ahead: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden, 2, inner, rows, 2 * slices, slices, depth)
+        self.inner, self.experts, self.top, self.blocks, self.ahead = inner, experts, top, blocks, ahead
+        partials = 2 * slices * self.parts * self.pairs * 32 * 4
         self.shared = max(self.shared, partials)
 
     @cute.jit
@@ -113,21 +116,33 @@ class GateUpKernel(FewRows):
         """The tile that begins at slot ``item``, by the whole warp: as ``triton_record.record_slot``."""
         number = lane.line * 4 + lane.quarter
         mine = ptx.load_volatile_word(given.chosen + Int64(item) * 8).bitcast(Int32)
-        before, rank, count = Int32(0), Int32(0), Int32(0)
+        before, rank, count, slots = Int32(0), Int32(0), Int32(0), Uint64(0)
         for start in range(0, EARLY_SLOTS, 32):
             slot = start + number
             exists = slot < given.slots
             place = ptx.choose(exists, slot, Int32(0))
             other = ptx.load_volatile_word(given.chosen + Int64(place) * 8).bitcast(Int32)
             other = ptx.choose(exists, other, Int32(-1))
-            same = other == mine
             before = before + self.how_many(ptx.choose(other >= Int32(0), other, mine) < mine)
             rank = rank + self.how_many(ptx.choose(slot < item, other, Int32(-2)) == mine)
-            count = count + self.how_many(same)
+            same = Uint32(cute.arch.vote_ballot_sync(other == mine))
+            count = count + Int32(cute.arch.popc(same))
+            slots = slots | (Uint64(same) << Uint64(start))
         known = ptx.choose(mine < Int32(self.experts), mine, Int32(-1))
         begins = ptx.choose(rank % MOST_ROWS == 0, known, Int32(-1))
         left = count - rank
-        return Record(begins, before + rank, ptx.choose(left < Int32(MOST_ROWS), left, Int32(MOST_ROWS)))
+        left = ptx.choose(left < Int32(self.rows), left, Int32(self.rows))
+        return Record(begins, before + rank, left, slots >> Uint64(item))
+
+    def source(self, given: GateUp, record: Record, row: Any) -> Any:
+        """The token of a tile's row: found among the slots, or read from the record, which is then complete."""
+        if not self.ahead:
+            return Int64(ptx.load_word(given.tokens + Int64(record.first + row) * 4).bitcast(Int32))
+        rest = record.slots
+        for passed in range(self.rows - 1):
+            rest = ptx.choose(row > Int32(passed), rest & (rest - Uint64(1)), rest)
+        _, item, _ = cute.arch.block_idx()
+        return Int64((item + first_bit(rest)) // self.top)
 
     @staticmethod
     def how_many(condition: Any) -> Any:
@@ -153,13 +168,14 @@ class GateUpKernel(FewRows):
         if cutlass.const_expr(self.ahead):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        self.bring(given, given.tokens, record.first, record.count, lane.thread, shared)
-        if record.count <= Int32(2):
+        self.bring(given, record, lane.thread, shared)
+        if cutlass.const_expr(self.pairs == 1):
             self.sum_up(1, given, record, tile, rows, words, marks, lane, shared)
-        elif record.count <= Int32(4):
-            self.sum_up(2, given, record, tile, rows, words, marks, lane, shared)
         else:
-            self.sum_up(4, given, record, tile, rows, words, marks, lane, shared)
+            if record.count <= Int32(PAIR):
+                self.sum_up(1, given, record, tile, rows, words, marks, lane, shared)
+            else:
+                self.sum_up(self.pairs, given, record, tile, rows, words, marks, lane, shared)
 
     @cute.jit
     def sum_up(
@@ -241,8 +257,8 @@ class DownKernel(FewRows):
     the kernel before, which lets this one start after its own wait.
     """
 
-    def __init__(self, hidden: int, inner: int, *, warps: int, each: int, depth: int, blocks: int) -> None:
-        super().__init__(inner, 1, 0, warps, 1, depth)
+    def __init__(self, hidden: int, inner: int, *, rows: int, warps: int, each: int, depth: int, blocks: int) -> None:
+        super().__init__(inner, 1, 0, rows, warps, 1, depth)
         self.outputs, self.warps, self.each, self.blocks = hidden, warps, each, blocks
         rounds = -(-self.chunks // self.depth)
         self.rounds, self.depth = rounds, -(-self.chunks // rounds)
@@ -280,13 +296,14 @@ class DownKernel(FewRows):
                 self.load(words, marks, stage, rows, Int32(stage), lane)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.bring(given, None, record.first, record.count, lane.thread, shared)
-        if record.count <= Int32(2):
+        self.bring(given, record, lane.thread, shared)
+        if cutlass.const_expr(self.pairs == 1):
             self.all_outputs(1, given, record, first, words, marks, lane, shared)
-        elif record.count <= Int32(4):
-            self.all_outputs(2, given, record, first, words, marks, lane, shared)
         else:
-            self.all_outputs(4, given, record, first, words, marks, lane, shared)
+            if record.count <= Int32(PAIR):
+                self.all_outputs(1, given, record, first, words, marks, lane, shared)
+            else:
+                self.all_outputs(self.pairs, given, record, first, words, marks, lane, shared)
 
     def rows_of(self, given: Down, record: Record, tile: Any, lane: Lane) -> Any:
         output = Int64(record.expert) * self.outputs + Int64(tile * LINES + lane.line)
@@ -334,7 +351,10 @@ class DownKernel(FewRows):
 
 def read_record(tiles: Any, item: Any) -> Record:
     """A tile of the record, from memory that the L1 cache may hold older bytes of."""
-    return Record(*(ptx.load_volatile_word(tiles + Int64(item) * 12 + 4 * word).bitcast(Int32) for word in range(3)))
+    expert, first, count = (
+        ptx.load_volatile_word(tiles + Int64(item) * 12 + 4 * word).bitcast(Int32) for word in range(3)
+    )
+    return Record(expert, first, count, Uint64(0))
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -342,17 +362,24 @@ def read_record(tiles: Any, item: Any) -> Record:
 
 def fits(hidden: int, inner: int) -> bool:
     """Whether a tile's activations fit into shared memory; both are multiples of 32."""
-    return all(FewRows(size, 1, 0, 1, 1, 1).shared <= SHARED_BYTES for size in (hidden, inner))
+    return all(FewRows(size, 1, 0, MOST_ROWS, 1, 1, 1).shared <= SHARED_BYTES for size in (hidden, inner))
 
 
-def gate_up_settings(hidden: int, slots: int) -> dict[str, Any]:
-    """Warps that share an output's inputs, chunks on their way in a warp, blocks of a multiprocessor."""
-    return {"slices": 4, "depth": 3, "blocks": 2, "ahead": slots <= EARLY_SLOTS}
+def gate_up_settings(rows: int, slots: int) -> dict[str, Any]:
+    """Rows of a tile, warps that share the inputs of an output, chunks on their way in a warp, blocks of an SM."""
+    few = rows <= PAIR
+    return {
+        "rows": PAIR if few else MOST_ROWS,
+        "slices": 4,
+        "depth": 2,
+        "blocks": 1 if few else 2,
+        "ahead": slots <= EARLY_SLOTS,
+    }
 
 
-def down_settings(inner: int, slots: int) -> dict[str, Any]:
-    """Warps of a block, times 16 outputs of a warp, chunks on their way, blocks of a multiprocessor."""
-    return {"warps": 4, "each": 2, "depth": 9, "blocks": 3}
+def down_settings(rows: int) -> dict[str, Any]:
+    """Rows of a tile, warps of a block, times 16 outputs of a warp, chunks on their way, blocks of an SM."""
+    return {"rows": PAIR if rows <= PAIR else MOST_ROWS, "warps": 4, "each": 2, "depth": 3, "blocks": 4}
 
 
 def gate_up(
@@ -365,24 +392,30 @@ def gate_up(
     limit: float,
     **settings: Any,
 ) -> None:
-    """Launch ``GateUpKernel`` for every tile of the record: (routing's experts, tokens, tiles)."""
-    device, inner, slots = values.device, out.shape[1], record[0].numel()
-    chosen = gate_up_settings(values.shape[1], slots) | settings
+    """Launch ``GateUpKernel`` for every tile of the record: (routing's experts [rows, top], tokens, tiles)."""
+    device, inner, chosen = values.device, out.shape[1], record[0]
     kernel = compiled(
         GateUpKernel, GATE_UP_ARGUMENTS, device,
-        hidden=values.shape[1], inner=inner, experts=weight[0].shape[0], **chosen,
+        hidden=values.shape[1], inner=inner, experts=weight[0].shape[0], top=chosen.shape[1],
+        **(gate_up_settings(chosen.shape[0], chosen.numel()) | settings),
     )  # fmt: skip
     tensors = (values, factors, *record, *weight, out, out_factors)
-    given = typed(GateUp, *(tensor.data_ptr() for tensor in tensors), slots, limit)
+    given = typed(GateUp, *(tensor.data_ptr() for tensor in tensors), chosen.numel(), limit)
     kernel(given, record[2].shape[0], current_stream(device))
 
 
 def down(
-    values: Tensor, factors: Tensor, tiles: Tensor, weight: tuple[Tensor, Tensor], out: Tensor, **settings: Any
+    values: Tensor,
+    factors: Tensor,
+    tiles: Tensor,
+    weight: tuple[Tensor, Tensor],
+    out: Tensor,
+    rows: int,
+    **settings: Any,
 ) -> None:
-    """Launch ``DownKernel`` for every tile."""
+    """Launch ``DownKernel`` for every tile of a step of ``rows`` rows."""
     device = values.device
-    chosen = down_settings(values.shape[1], values.shape[0]) | settings
+    chosen = down_settings(rows) | settings
     kernel = compiled(DownKernel, DOWN_ARGUMENTS, device, hidden=out.shape[1], inner=values.shape[1], **chosen)
     tensors = (values, factors, tiles, *weight, out)
     kernel(typed(Down, *(tensor.data_ptr() for tensor in tensors)), tiles.shape[0], current_stream(device))

@@ -21,8 +21,8 @@ LINES = 16
 """Outputs of one product."""
 PAIR = 2
 """Activation rows of one product."""
-MOST_ROWS = 8
-"""Activation rows of a tile."""
+MOST_ROWS = 4
+"""Activation rows of a tile: few, for few registers. An expert with more has two tiles, which read its weights both."""
 WEIGHT_SHIFT = 14
 """Weight codes are read as FP16 values 2^-14 of their own: sums are multiplied by 2^14 at the end."""
 

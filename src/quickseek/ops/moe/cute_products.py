@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from quickseek.ops import ptx
-from quickseek.ops.moe.cute_fragments import CHUNK, GROUP, LINES, MOST_ROWS, PAIR, WEIGHT_SHIFT, code_bytes, scale_bits
+from quickseek.ops.moe.cute_fragments import CHUNK, GROUP, LINES, PAIR, WEIGHT_SHIFT, code_bytes, scale_bits
 
 GROUP_BYTES = GROUP // 2
 PADDING = 16
@@ -31,6 +31,18 @@ class Lane(NamedTuple):
     warp: Any
     line: Any
     quarter: Any
+
+
+class Record(NamedTuple):
+    """A tile: its expert, -1 for none, its first sorted row and how many rows it has.
+
+    ``slots``: bit i stands for slot i after the tile's first, set where that has the same expert; 0 where not known.
+    """
+
+    expert: Any
+    first: Any
+    count: Any
+    slots: Any
 
 
 class Operand(NamedTuple):
@@ -120,6 +132,15 @@ def halves_of(codes: Any) -> list[Any]:
     return list(found)
 
 
+def first_bit(word: Any) -> Any:
+    """The number of zeros below the lowest bit that is set in 64."""
+    return inline_ptx(
+        "{ .reg .b64 bit; neg.s64 bit, {$r0}; and.b64 bit, bit, {$r0}; sub.u64 bit, bit, 1; popc.b64 {$w0}, bit; }",
+        write_only_types=[Int32],
+        read_only_args=[word],
+    )
+
+
 def float_of(instruction: str, *values: Any) -> Any:
     """FP32 result of an instruction on FP32 values."""
     operands = ", ".join(f"{{$r{index}}}" for index in range(len(values)))
@@ -151,10 +172,12 @@ def rounded(value: Any) -> Any:
 class FewRows:
     """What both products share: ``inputs`` a multiple of 32, ``parts`` sets of 16 outputs ``apart`` outputs apart.
 
-    ``slices`` warps take the chunks of an output in turns; a warp has ``depth`` chunks of weights on their way.
+    ``slices`` warps take the chunks of an output in turns; a warp has ``depth`` chunks of weights on their way. Tiles
+    have up to ``rows`` rows, 2 or MOST_ROWS.
     """
 
-    def __init__(self, inputs: int, parts: int, apart: int, warps: int, slices: int, depth: int) -> None:
+    def __init__(self, inputs: int, parts: int, apart: int, rows: int, warps: int, slices: int, depth: int) -> None:
+        self.rows, self.pairs = rows, rows // PAIR
         self.inputs, self.width, self.groups = inputs, inputs // 2, inputs // GROUP
         self.chunks = -(-self.groups // CHUNK)
         self.parts, self.apart = parts, apart
@@ -162,9 +185,9 @@ class FewRows:
         self.trips = -(-self.chunks // slices)
         self.depth = min(depth, self.trips)
         self.stride = self.chunks * CHUNK * GROUP + PADDING
-        self.zeros = MOST_ROWS * self.stride
+        self.zeros = rows * self.stride
         self.factors = self.zeros + 2 * 16
-        self.shared = self.factors + self.chunks * CHUNK * MOST_ROWS * 4
+        self.shared = self.factors + self.chunks * CHUNK * rows * 4
 
     @staticmethod
     def here() -> Lane:
@@ -209,7 +232,7 @@ class FewRows:
                             for pair in range(pairs):
                                 b = rows[pair][turn : turn + 2]
                                 sums[part][pair] = product(sums[part][pair], a, b)
-        column = operand.factors + chunk * (CHUNK * MOST_ROWS * 4)
+        column = operand.factors + chunk * (CHUNK * self.rows * 4)
         factors = [[word.bitcast(Float32) for word in shared_words(column + 8 * pair, 2)] for pair in range(pairs)]
         for part in range(self.parts):
             place = (stage * self.parts + part) * 2
@@ -227,34 +250,33 @@ class FewRows:
         zeros = shared + self.zeros
         codes = [ptx.choose(mine, first + pair * (PAIR * self.stride), zeros) for pair in range(pairs)]
         step = ptx.choose(mine, Int32(CHUNK * GROUP), Int32(0))
-        return Operand(codes, step, shared + self.factors + lane.quarter * (MOST_ROWS * 4))
+        return Operand(codes, step, shared + self.factors + lane.quarter * (self.rows * 4))
 
     @cute.jit
-    def bring(self, given: Any, tokens: Any, first: Any, count: Any, thread: Any, shared: Any) -> None:
-        """Copy a tile's activations into shared memory: of row ``first`` on or, with ``tokens``, of their tokens."""
+    def bring(self, given: Any, record: Record, thread: Any, shared: Any) -> None:
+        """Copy a tile's activations into shared memory."""
         pieces = self.chunks * (CHUNK * GROUP // 16)
-        for index in cutlass.range(thread, count * pieces, self.threads, unroll=1):
+        for index in cutlass.range(thread, record.count * pieces, self.threads, unroll=1):
             row, piece = index // pieces, index % pieces
             inside = piece < Int32(self.inputs // 16)
             column = Int64(ptx.choose(inside, piece, Int32(0))) * 16
-            source = given.values + self.source(tokens, first + row) * self.inputs + column
+            source = given.values + self.source(given, record, row) * self.inputs + column
             copy_or_zero(shared + row * self.stride + piece * 16, source, 16, inside)
         groups = self.chunks * CHUNK
-        for index in cutlass.range(thread, count * groups, self.threads, unroll=1):
+        for index in cutlass.range(thread, record.count * groups, self.threads, unroll=1):
             row, group = index // groups, index % groups
             inside = group < Int32(self.groups)
             column = Int64(ptx.choose(inside, group, Int32(0))) * 4
-            source = given.factors + self.source(tokens, first + row) * (self.groups * 4) + column
-            copy_or_zero(shared + self.factors + (group * MOST_ROWS + row) * 4, source, 4, inside)
+            source = given.factors + self.source(given, record, row) * (self.groups * 4) + column
+            copy_or_zero(shared + self.factors + (group * self.rows + row) * 4, source, 4, inside)
         if thread < Int32(8):
             clear_shared_word(shared + self.zeros + thread * 4)
         await_copies()
         cute.arch.sync_threads()
 
-    @staticmethod
-    def source(tokens: Any, row: Any) -> Any:
-        """The row of the activations that sorted row ``row`` reads."""
-        return Int64(row if tokens is None else ptx.load_word(tokens + Int64(row) * 4).bitcast(Int32))
+    def source(self, given: Any, record: Record, row: Any) -> Any:
+        """The row of the activations (64-bit) that a tile's row reads: here the sorted rows are stored."""
+        return Int64(record.first + row)
 
     @staticmethod
     def quad_sum(four: Any, quarter: Any) -> Any:

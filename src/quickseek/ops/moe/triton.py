@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 FEW_SLOTS = 512
 """Up to so many (row, expert) pairs each pair has a tile of its own; above, experts have them."""
-MOST_CUTE_SLOTS = 0
-"""Up to so many pairs take the kernels of ``cute.py`` (FEW_SLOTS at most): none, until these have run on a GPU."""
+MOST_CUTE_SLOTS = 64
+"""Up to so many pairs take the kernels of ``cute.py`` (FEW_SLOTS at most)."""
 TILE_ROWS = ((2, 8), (10, 16))
 """Rows of a tile by the mean rows of an expert: 8 up to 2, 16 up to 10, beyond 64."""
 GATE_UP_FEW = {8: (32, 64, 4, 3), 16: (32, 64, 4, 3)}
@@ -382,9 +382,9 @@ def few_rows_kernels() -> ModuleType | None:
     return importlib.import_module("quickseek.ops.moe.cute")
 
 
-def few_rows(x: Tensor, slots: int, tile_rows: int, inner: int) -> ModuleType | None:
+def few_rows(x: Tensor, slots: int, inner: int) -> ModuleType | None:
     """The kernels that take the products instead of the ones here: for few slots, on a GPU, where sizes fit."""
-    if not x.is_cuda or slots > MOST_CUTE_SLOTS or tile_rows > MOST_ROWS:
+    if not x.is_cuda or slots > MOST_CUTE_SLOTS:
         return None
     kernels = few_rows_kernels()
     return kernels if kernels is not None and kernels.fits(x.shape[1], inner) else None
@@ -407,7 +407,8 @@ def routed_experts(
     top_k = chosen.shape[1]
     slots = rows * top_k
     few = slots <= FEW_SLOTS
-    tile_rows = next((size for mean, size in TILE_ROWS if slots <= mean * experts), 64)
+    form = few_rows(x, slots, inner)
+    tile_rows = next((size for mean, size in TILE_ROWS if slots <= mean * experts), 64) if form is None else MOST_ROWS
     recorders = slots if few else experts
     items = slots if few else slots // tile_rows + experts
 
@@ -420,7 +421,6 @@ def routed_experts(
         return UnfinalizedMoE(out, routing.weights, index)
     tokens = empty(slots, dtype=torch.int32)
     tiles = empty(items, 3, dtype=torch.int32)
-    form = few_rows(x, slots, tile_rows, inner)
     activations = torch.bfloat16 if form is None else torch.uint8
     quantized, between = empty(rows, hidden, dtype=activations), empty(slots, inner, dtype=activations)
     factors = None if form is None else empty(rows, hidden // BLOCK, dtype=torch.float32)
@@ -433,7 +433,7 @@ def routed_experts(
         between_factors = empty(slots, inner // BLOCK, dtype=torch.float32)
         record = (chosen, tokens, tiles)
         form.gate_up(quantized, factors, record, (w13.codes, w13.scales), between, between_factors, limit)
-        form.down(between, between_factors, tiles, (w2.codes, w2.scales), out)
+        form.down(between, between_factors, tiles, (w2.codes, w2.scales), out, rows)
         return UnfinalizedMoE(out, routing.weights, index)
     operands = (quantized, tokens, tiles, w13.codes, w13.scales, between, hidden // 2, hidden // BLOCK, inner, limit)
     if tile_rows <= 16:
