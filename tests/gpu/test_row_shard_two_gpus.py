@@ -36,16 +36,16 @@ def captured(llm: LLM, divided: bool) -> tuple[Tensor, list[Tensor], int, int]:
     """One recorded step of eight requests: logits, sorted lists by index source, selections divided, gathers fused."""
     executor, cycle = llm.executor, llm.runner.cycle
     assert executor is not None and executor.row_shard is not None
-    shard, lists, original = executor.row_shard, [], Attention.attend
+    shard, lists, original = executor.row_shard, [], Attention.attended
     before = shard.runs, shard.fused
 
-    def attend(self: Attention, latent: Tensor, kv: Tensor, shared: Any, context: Any) -> Tensor:
+    def attended(self: Attention, latent: Tensor, kv: Tensor, shared: Any, context: Any) -> Tensor:
         if self.indexer is not None:
             lists.append(shared.lists.sort(-1).values)
         return original(self, latent, kv, shared, context)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attention, "attend", attend)
+        patch.setattr(Attention, "attended", attended)
         patch.setattr(executor, "row_shard", shard if divided else None)
         graphs = CudaGraphs(cycle, [8])
         graphs._slots.copy_(torch.arange(1, 9, device="cuda"))

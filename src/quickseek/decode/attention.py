@@ -13,10 +13,17 @@ from quickseek.model.context import StepShared
 
 
 class AttentionStep:
-    """Attention of one target layer. ``row_shard``: how ranks divide its selections; None: they do not."""
+    """Attention of one target layer.
 
-    def __init__(self, attention: Attention, side: SideStream, row_shard: RowShard | None = None) -> None:
-        self.attention, self.side, self.row_shard = attention, side, row_shard
+    ``inputs``: where global rows are made beside the latents. ``late``: where the window is kept beside the output, to
+    be joined by whoever joins the coefficients made there. ``row_shard``: how ranks divide its selections; None: they
+    do not.
+    """
+
+    def __init__(
+        self, attention: Attention, inputs: SideStream, late: SideStream, row_shard: RowShard | None = None
+    ) -> None:
+        self.attention, self.inputs, self.late, self.row_shard = attention, inputs, late, row_shard
 
     def run(self, x: Tensor, quant: Quantised | None, shared: StepShared, step: DecodeStep) -> Tensor:
         """This rank's share of the output [m, H] of the normalised input x [m, H].
@@ -27,20 +34,22 @@ class AttentionStep:
         assert context is not None
         if quant is not None:
             raise NotImplementedError("AttentionStep: projections that read an MXFP8 copy of the input")
-        with self.side.fork(step.overlap_inputs and attention.compressor is not None):
-            self.side.share(x)
+        with self.inputs.fork(step.overlap_inputs and attention.compressor is not None):
+            self.inputs.share(x)
             attention.write_global(x, shared, context)
         latent, kv = attention.latents(x, shared.turns[attention.reads_global])
         # Index keys and global rows of this step are read by the scores and by attention itself.
-        self.side.join()
+        self.inputs.join()
         if step.row_shard and attention.indexer is not None:
             assert self.row_shard is not None
             shared.publish(self.row_shard.select(attention.indexer, x, latent, shared, context))
         else:
             attention.select(x, latent, shared, context)
-        out = attention.attend(latent, kv, shared, context)
-        attention.keep_window(kv, shared, context)
-        return out
+        attended = attention.attended(latent, kv, shared, context)
+        with self.late.fork(step.side_stream):
+            self.late.share(kv)
+            attention.keep_window(kv, shared, context)
+        return attention.output(attended)
 
 
 class DraftAttentionStep:

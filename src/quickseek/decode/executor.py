@@ -80,7 +80,7 @@ class SpecializedDecode:
             LayerPlan(
                 layer.layer,
                 layer,
-                AttentionStep(layer.attn, self.streams.inputs, self.row_shard),
+                AttentionStep(layer.attn, self.streams.inputs, self.streams.mhc, self.row_shard),
                 MoEStep(layer.ffn, self.streams.shared_expert),
                 layer.engram,
             )

@@ -54,8 +54,8 @@ class SideStream:
 class SideStreams:
     """The side CUDA streams of one executor, shared by its layers.
 
-    ``mhc``: the next coefficients and auxiliary means. ``inputs``: what attention needs besides its queries.
-    ``shared_expert``: the shared expert. ``engram``: projections of the n-gram memory.
+    ``mhc``: the next coefficients, auxiliary means and what attention leaves in its window. ``inputs``: what attention
+    needs besides its queries. ``shared_expert``: the shared expert. ``engram``: projections of the n-gram memory.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -92,9 +92,9 @@ class Attention(nn.Module):
         if self.indexer is not None:
             shared.publish(self.indexer(x, latent, shared, context))
 
-    def attend(self, latent: Tensor, kv: Tensor, shared: StepShared, context: ForwardContext) -> Tensor:
-        """This rank's share of the output [T, H], the window ring still as it was before the step."""
-        attended = attention_op.sparse_attention(
+    def attended(self, latent: Tensor, kv: Tensor, shared: StepShared, context: ForwardContext) -> Tensor:
+        """Attended values [T, local heads, D], the window ring still as it was before the step."""
+        return attention_op.sparse_attention(
             self.queries(latent),
             kv,
             context.view(f"{self.prefix}.window"),
@@ -106,16 +106,15 @@ class Attention(nn.Module):
             lists=shared.lists if self.reads_global else None,
             turn=shared.turns[self.reads_global],
         )
-        return self.output(attended)
 
     def forward(self, x: Tensor, shared: StepShared, context: ForwardContext) -> Tensor:
         """This rank's share of the sublayer's output [T, H] of its normalised input [T, H]."""
         latent, kv = self.latents(x, shared.turns[self.reads_global])
         self.write_global(x, shared, context)
         self.select(x, latent, shared, context)
-        out = self.attend(latent, kv, shared, context)
+        attended = self.attended(latent, kv, shared, context)
         self.keep_window(kv, shared, context)
-        return out
+        return self.output(attended)
 
     def load(self, loader: WeightLoader, prefix: str) -> None:
         """``prefix``: "layers.3.attn."."""

@@ -64,7 +64,7 @@ class DecoderReplayLayers:
         mixes = layer.hc_attn(streams)
         latent = latent[self.kept]
         layer.attn.select(x[self.kept], latent, trimmed, context)
-        out = layer.attn.attend(latent, kv[self.kept], trimmed, context)
+        out = layer.attn.output(layer.attn.attended(latent, kv[self.kept], trimmed, context))
         layer.attn.keep_window(kv, shared, context)
         streams, pre = layer.close(streams, out, mixes)
         return *layer.ffn_sublayer(streams, pre, trimmed), trimmed

@@ -367,19 +367,16 @@ def fits(hidden: int, inner: int) -> bool:
 
 def gate_up_settings(rows: int, slots: int) -> dict[str, Any]:
     """Rows of a tile, warps that share the inputs of an output, chunks on their way in a warp, blocks of an SM."""
-    few = rows <= PAIR
-    return {
-        "rows": PAIR if few else MOST_ROWS,
-        "slices": 4,
-        "depth": 2,
-        "blocks": 1 if few else 2,
-        "ahead": slots <= EARLY_SLOTS,
-    }
+    few = {"rows": PAIR, "slices": 8, "depth": 1, "blocks": 1}
+    more = {"rows": MOST_ROWS, "slices": 4, "depth": 2, "blocks": 2}
+    return (few if rows <= PAIR else more) | {"ahead": slots <= EARLY_SLOTS}
 
 
 def down_settings(rows: int) -> dict[str, Any]:
     """Rows of a tile, warps of a block, times 16 outputs of a warp, chunks on their way, blocks of an SM."""
-    return {"rows": PAIR if rows <= PAIR else MOST_ROWS, "warps": 4, "each": 2, "depth": 3, "blocks": 4}
+    few = {"rows": PAIR, "warps": 4, "each": 1, "depth": 3, "blocks": 4}
+    more = {"rows": MOST_ROWS, "warps": 4, "each": 2, "depth": 5, "blocks": 3}
+    return few if rows <= PAIR else more
 
 
 def gate_up(
