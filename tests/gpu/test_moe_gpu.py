@@ -60,7 +60,7 @@ def same_bits_again(run: Callable[[], Tensor], out: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rows", [*ROWS, 2048])
-@pytest.mark.parametrize(("experts", "top_k"), [(384, 6), (128, 3)])
+@pytest.mark.parametrize(("experts", "top_k"), [(384, 6), (128, 3), (512, 8), (8, 8)])
 def test_routes_in_released_shapes(experts: int, top_k: int, rows: int) -> None:
     x, weight = bf16(rows, HIDDEN), bf16(experts, HIDDEN, seed=1) / 64
     biases = [torch.randn(experts, device="cuda") / 8 for _ in range(2)]

@@ -117,6 +117,59 @@ def test_a_nan_row_of_the_router_chooses_experts_that_exist_and_leaves_the_other
         assert_bits(spoilt.weights, clean.weights)
 
 
+def hard_choices(experts: int) -> Tensor:
+    """Logits [5, experts] of few values: all over; best around multiples of 32; all best in one warp; equal; rising."""
+    logits = torch.full((5, experts), -1.0)
+    number = torch.arange(experts)
+    logits[0] = normal(experts, seed=4).round().float()
+    logits[1, (number % 32 >= 30) | (number % 32 < 2)] = 2.0
+    logits[2] = torch.where(number // 32 % 4 == min(1, experts // 32), 3.0 + logits[0].abs(), logits[0] - 3.0)
+    logits[4] = number / 64 - 4
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k"),
+    [(384, 6), (384, 1), (512, 8), (300, 8), (130, 6), (97, 7), (33, 8), (8, 8), (8, 1), (64, 64), (1, 1)],
+)
+def test_wherever_the_best_and_their_equals_are_the_lowest_are_chosen_in_order(
+    device: torch.device, experts: int, top_k: int
+) -> None:
+    logits = hard_choices(experts)
+    found = with_logits(device, logits, top_k)
+    scores = reference.router_scores(logits.bfloat16().double())
+    expected = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    assert_bits(found.experts, expected, "experts")
+    chosen = scores.gather(1, expected)
+    weights = (chosen / chosen.sum(1, keepdim=True) * SCALE).float()
+    torch.testing.assert_close(found.weights, weights, rtol=2e-5, atol=0)
+    if experts > 1:
+        highest = experts - 1 - scores.flip(1).sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        with pytest.raises(AssertionError, match="differ in bits"):
+            assert_bits(found.experts, highest, "experts")
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found.weights * 1.0001, weights, rtol=2e-5, atol=0)
+
+
+def test_a_nan_is_chosen_like_infinity_and_experts_at_minus_infinity_before_none(device: torch.device) -> None:
+    x, weight = torch.ones(1, 64).bfloat16(), torch.zeros(140, 64).bfloat16()
+    bias = torch.full((140,), -torch.inf)
+    bias[77], bias[135], bias[5], bias[131], bias[132] = torch.inf, torch.nan, 1e30, -1e30, -0.0
+    found = routed(device, x, weight, bias, 8)
+    assert found.experts.tolist() == [[77, 135, 5, 132, 131, 0, 1, 2]]
+    assert found.weights[0].tolist() == pytest.approx([SCALE / 8] * 8, rel=1e-5)
+
+
+def test_a_temperature_divides_the_logits_in_kernels(device: torch.device) -> None:
+    x, weight, bias = rows_of(3, 96), normal(40, 96, seed=1, dtype=torch.bfloat16) / 4, torch.zeros(40)
+    found = run(device, "route", x, weight, bias, 4, SCALE, 2.0, None, None)
+    halved = routed(device, x, weight / 2, bias, 4)
+    assert_bits(found.experts, halved.experts, "experts")
+    assert_bits(found.weights, halved.weights, "weights")
+    with pytest.raises(AssertionError, match="differ in bits"):
+        assert_bits(found.weights, routed(device, x, weight, bias, 4).weights, "weights")
+
+
 # ---------------------------------------------------------------------------------------------- experts
 
 

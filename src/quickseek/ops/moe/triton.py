@@ -53,6 +53,8 @@ GATE_UP_FEW = {8: (32, 64, 4, 3), 16: (32, 64, 4, 3)}
 """By the rows of a tile: pairs of outputs of a program, packed bytes of a warp at a time, warps, stages."""
 DOWN_ONE, DOWN = (64, 128, 4, 2), (128, 64, 4, 3)
 """Outputs of a program, packed bytes of a step, warps, stages: for the tiles of a row or two, and for more."""
+CHOOSE_WARPS = 4
+"""Warps that choose the experts of a row."""
 MOST_FETCHED_ITEMS = 16
 """Tiles of which the L2 cache keeps the down projections that are asked for ahead."""
 
@@ -95,41 +97,89 @@ def router_parts(x, weight, parts, rows, experts, hidden, chunks, LINES: tl.cons
     tl.store(place, total, mask=(line < experts)[:, None] & (row < rows)[None, :])
 
 
+@triton.jit
+def either(key, expert, score, other_key, other_expert, other_score):
+    """Of two candidates, of which one at most is there, that one; the expert of none is -1."""
+    there = expert >= 0
+    return tl.where(there, key, other_key), tl.where(there, expert, other_expert), tl.where(there, score, other_score)
+
+
+# A lane that loads several experts at once would take them from other warps: no alignment of the biases is known.
 @chained
-@triton.jit(do_not_specialize=["rows", "experts", "scale", "temperature", "weight_floor"])
+@triton.jit(
+    do_not_specialize=["rows", "experts", "scale", "temperature", "weight_floor"],
+    do_not_specialize_on_alignment=["bias", "image_bias"],
+)
 def choose(
     parts, bias, image_bias, image_rows, chosen, weights, rows, experts, scale, temperature, weight_floor,
-    SPLITS: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, WARPS: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
-    """The experts and weights of one row: TOP times the largest biased score; a NaN is above every number."""
+    """The experts and weights of one row: TOP times the largest biased score; a NaN is above every number.
+
+    Each warp lists the best of its own 32 * REPEATS experts, then every warp finds the TOP best of all lists: maxima
+    of 32 bits within a warp are one instruction, and warps wait for each other only between the two.
+    """
+    NOTHING: tl.constexpr = -0x80000000
+    MOST: tl.constexpr = 0x7FFFFFFF
+    fetch((bias + tl.zeros((1,), tl.int32)).to(tl.int64), experts * 4, 32)
+    if image_bias is not None:
+        fetch((image_bias + tl.zeros((1,), tl.int32)).to(tl.int64), experts * 4, 32)
     begin()
     row = tl.program_id(0)
-    expert = tl.arange(0, BLOCK)
+    # [REPEATS * WARPS, 32]: a row is a warp's.
+    expert = tl.arange(0, REPEATS * WARPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     exists = expert < experts
-    logit = tl.zeros((BLOCK,), tl.float32)
     place = parts + row.to(tl.int64) * experts + expert
+    # All before the first sum, so that all are on their way at once.
+    split_logits = ()
     for _ in tl.static_range(SPLITS):
-        logit += tl.load(place, mask=exists, other=0.0)
+        split_logits += (tl.load(place, mask=exists, other=0.0),)  # type: ignore[assignment]
         place += rows.to(tl.int64) * experts
-    score = router_score(tl.div_rn(logit, tl.full((BLOCK,), 1.0, tl.float32) * temperature))
     added = tl.load(bias + expert, mask=exists, other=0.0)
     if image_bias is not None:
         of_image = tl.load(image_bias + expert, mask=exists, other=0.0)
         added = tl.where(tl.load(image_rows + row) != 0, of_image, added)
-    key = score + added
-    bits = tl.where(key != key, float("inf"), key).to(tl.int32, bitcast=True)
-    # Integers in the order of the keys, equal keys in falling order of the experts: one maximum finds the next.
-    order = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (BLOCK - 1 - expert)
-    nothing = tl.full((BLOCK,), -9223372036854775808, tl.int64)
-    order = tl.where(exists, order, nothing)
+    logit = tl.zeros(expert.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        logit += split_logits[split]
+    if temperature != 1.0:
+        logit = tl.div_rn(logit, tl.full(expert.shape, 1.0, tl.float32) * temperature)
+    score = router_score(logit)
+    biased = score + added
+    bits = tl.where(biased != biased, float("inf"), biased).to(tl.int32, bitcast=True)
+    # Integers in the order of the biased scores.
+    key = tl.where(exists, bits ^ ((bits >> 31) & 0x7FFFFFFF), NOTHING)
+    key = tl.reshape(key, (REPEATS, WARPS, 32))
+    expert = tl.reshape(expert, (REPEATS, WARPS, 32))
+    score_bits = tl.reshape(score.to(tl.int32, bitcast=True), (REPEATS, WARPS, 32))
+    LISTED: tl.constexpr = min(TOP, REPEATS * 32)
+    # [WARPS, lists of all warps]: a warp's own list, and none elsewhere.
+    column = tl.arange(0, WARPS * TOP_BLOCK)[None, :]
+    first = tl.arange(0, WARPS)[:, None] * TOP_BLOCK
+    keys = tl.full((WARPS, WARPS * TOP_BLOCK), NOTHING, tl.int32)
+    listed = tl.full((WARPS, WARPS * TOP_BLOCK), -1, tl.int32)
+    scores = tl.full((WARPS, WARPS * TOP_BLOCK), 0, tl.int32)
+    for turn in tl.static_range(LISTED):
+        best = tl.max(tl.max(key, 0), 1)
+        lowest = tl.min(tl.min(tl.where(key == best[None, :, None], expert, MOST), 0), 1)
+        taken = expert == lowest[None, :, None]
+        key = tl.where(taken, NOTHING, key)
+        here = column == first + turn
+        keys = tl.where(here, best[:, None], keys)
+        listed = tl.where(here, lowest[:, None], listed)
+        scores = tl.where(here, tl.max(tl.max(tl.where(taken, score_bits, NOTHING), 0), 1)[:, None], scores)
+    keys, listed, scores = tl.reduce((keys, listed, scores), 0, either)
     slot = tl.arange(0, TOP_BLOCK)
     experts_chosen = tl.zeros((TOP_BLOCK,), tl.int32)
+    scores_chosen = tl.zeros((TOP_BLOCK,), tl.int32)
     for turn in tl.static_range(TOP):
-        best = tl.max(order, 0)
-        order = tl.where(order == best, nothing, order)
-        experts_chosen = tl.where(slot == turn, BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32), experts_chosen)
-    mine = (expert[:, None] == experts_chosen[None, :]) & (slot < TOP)[None, :]
-    scores_chosen = tl.sum(tl.where(mine, score[:, None], 0.0), 0)
+        lowest = tl.min(tl.where(keys == tl.max(keys, 0), listed, MOST), 0)
+        # More than once in the list of a warp with fewer experts than TOP: behind all that exist, with the same score.
+        taken = listed == lowest
+        keys = tl.where(taken, NOTHING, keys)
+        experts_chosen = tl.where(slot == turn, lowest, experts_chosen)
+        scores_chosen = tl.where(slot == turn, tl.max(tl.where(taken, scores, NOTHING), 0), scores_chosen)
+    scores_chosen = scores_chosen.to(tl.float32, bitcast=True)
     total = tl.sum(scores_chosen, 0) + weight_floor
     found = tl.div_rn(scores_chosen, tl.full((TOP_BLOCK,), 1.0, tl.float32) * total) * scale
     place = row.to(tl.int64) * TOP + slot
@@ -176,8 +226,8 @@ def route(
         )  # fmt: skip
         choose[(rows,)](
             parts, bias, image_bias, image_rows, chosen, weights, rows, experts, scale, temperature, WEIGHT_FLOOR,
-            SPLITS=splits, TOP=top_k, TOP_BLOCK=triton.next_power_of_2(top_k),
-            BLOCK=triton.next_power_of_2(experts), num_warps=4,
+            SPLITS=splits, TOP=top_k, TOP_BLOCK=triton.next_power_of_2(top_k), WARPS=CHOOSE_WARPS,
+            REPEATS=triton.next_power_of_2(triton.cdiv(experts, 32 * CHOOSE_WARPS)), num_warps=CHOOSE_WARPS,
         )  # fmt: skip
     return Routing(chosen, weights)
 
