@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from op_cases import filled_ring, normal
-from quickseek.ops import attention, compressor, engram, forms, indexer, mhc, moe
+from quickseek.ops import attention, compressor, engram, forms, head, indexer, linear, mhc, moe, quantize, sampling
 from quickseek.ops.cache import CacheView
 from quickseek.ops.engram import HashConstants
+from quickseek.ops.linear import Fp4Weight, Fp8Weight, QuantizedRows
 from quickseek.ops.mhc import Mixes
 from quickseek.ops.moe import ExpertWeights, Routing, UnfinalizedMoE
 from quickseek.ops.norm_rope import Rotation
@@ -78,6 +79,61 @@ def write_groups(latents: torch.Tensor, keys: torch.Tensor, sin: torch.Tensor, k
     return None
 
 
+def bytes_(*shape: int) -> torch.Tensor:
+    return torch.full(shape, 127, dtype=torch.uint8)
+
+
+def blocks(codes: torch.Tensor, scales: torch.Tensor) -> object:
+    return linear.linear(normal(ROWS, codes.shape[1]), Fp8Weight(codes.view(torch.float8_e4m3fn), scales))
+
+
+def groups_of_blocks(scales: torch.Tensor) -> object:
+    return linear.grouped_linear(normal(ROWS, 2, 64), Fp8Weight(bytes_(70, 64).view(torch.float8_e4m3fn), scales))
+
+
+def packed_pairs(scales: torch.Tensor) -> object:
+    return linear.linear(normal(ROWS, 64), Fp4Weight(bytes_(33, 32), scales))
+
+
+def plain(weight: torch.Tensor) -> object:
+    return linear.linear(normal(ROWS, 8), weight)
+
+
+def quantised(x: torch.Tensor) -> object:
+    """Rows of codes whose number of columns fits the weight's; its scales are for 32 columns each."""
+    inner = x.shape[1]
+    weight = Fp8Weight(bytes_(5, inner).view(torch.float8_e4m3fn), bytes_(1, -(-inner // 32)))
+    return linear.linear(QuantizedRows(x.view(torch.float8_e4m3fn), bytes_(ROWS, inner // 32)), weight)
+
+
+def confidence(markov: torch.Tensor) -> object:
+    return head.confidence(normal(ROWS, HIDDEN), markov, normal(1, HIDDEN + markov.shape[1]))
+
+
+def token_windows(ids: torch.Tensor) -> object:
+    return engram.token_windows(ids, None, STEP, 2, integers(1, 2))
+
+
+def gather(rows: torch.Tensor, scales: torch.Tensor) -> object:
+    table = Fp8Weight(bytes_(4, 64).view(torch.float8_e4m3fn), scales)
+    return engram.gather_rows(table, rows, torch.float32)
+
+
+def sample(seeds: torch.Tensor, positions: torch.Tensor) -> object:
+    return sampling.sample(normal(ROWS, 9), torch.ones(ROWS), torch.ones(ROWS), seeds, positions, 0)
+
+
+def write(requests: torch.Tensor) -> None:
+    cache = ring()
+    quantize.write_records(cache.storage, cache.table, cache.codec, requests, integers(ROWS), normal(ROWS, HIDDEN))
+
+
+def keep(requests: torch.Tensor, ends: torch.Tensor) -> None:
+    cache = ring()
+    place = (cache.storage, cache.table, cache.codec)
+    quantize.keep_records(*place, requests, integers(ROWS), ends, normal(ROWS, HIDDEN))
+
+
 def integers(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
@@ -107,6 +163,19 @@ CALLS: list[tuple[Callable[..., object], Fits, dict[str, torch.Tensor]]] = [
      {"windows": integers(ROWS, 2), "primes": integers(5), "offsets": integers(6)}),
     (write_groups, GROUPS, {"latents": normal(ROWS, 24), "keys": normal(ROWS, 48), "keep_from": integers(2)}),
     (write_groups, GROUPS, {"sin": torch.zeros(ROWS, 1), "keep_from": integers(1).int()}),
+    (blocks, {"codes": bytes_(70, 64), "scales": bytes_(3, 2)}, {"scales": bytes_(2, 2)}),
+    (blocks, {"codes": bytes_(70, 64), "scales": bytes_(3, 2)}, {"scales": bytes_(3, 1)}),
+    (groups_of_blocks, {"scales": bytes_(3, 2)}, {"scales": bytes_(2, 2)}),
+    (packed_pairs, {"scales": bytes_(33, 2)}, {"scales": bytes_(33, 1)}),
+    (plain, {"weight": normal(5, 8)}, {"weight": normal(2, 5, 8)}),
+    (quantised, {"x": bytes_(ROWS, 64)}, {"x": bytes_(ROWS, 40)}),
+    (confidence, {"markov": normal(ROWS, 4)}, {"markov": normal(ROWS - 1, 4)}),
+    (token_windows, {"ids": integers(ROWS)}, {"ids": integers(ROWS + 1)}),
+    (gather, {"rows": integers(ROWS, 2), "scales": bytes_(4, 2)}, {"rows": integers(ROWS), "scales": bytes_(3, 2)}),
+    (sample, {"seeds": integers(ROWS), "positions": integers(ROWS)}, {"seeds": integers(ROWS - 1)}),
+    (write, {"requests": integers(ROWS)}, {"requests": integers(ROWS - 1)}),
+    (keep, {"requests": integers(ROWS), "ends": integers(1) + 9},
+     {"requests": integers(1), "ends": integers(ROWS)}),
 ]  # fmt: skip
 REFUSED = [(call, fits, name, wrong) for call, fits, wrongs in CALLS for name, wrong in wrongs.items()]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quickseek.formats import BLOCK
 from quickseek.ops.cache import CacheView
 from quickseek.ops.checks import expect_dtype, expect_shape
 from quickseek.ops.engram.host_table import HostTable as HostTable
@@ -33,6 +34,7 @@ def token_windows(
     ``given`` int64 [B, lookback]: the ids before each request's first row, nearest first.
     """
     expect_dtype("ids", ids, torch.int64)
+    expect_shape("ids", ids, rows.positions.shape)
     if history is None and given is None:
         raise ValueError("history and given are both None: expected one of them")
     if given is not None:
@@ -56,6 +58,9 @@ def gather_rows(table: Weight, rows: Tensor, dtype: torch.dtype) -> Tensor:
     A packed table is E4M3 with one E8M0 byte per row and 32 columns; only the rows asked for are read. Where ``rows``
     are on a GPU the table must be what a ``HostTable`` gives: memory that kernels can read.
     """
+    expect_shape("rows", rows, [None, None])
+    if not isinstance(table, Tensor):
+        expect_shape("table.scales", table.scales, [table.shape[0], table.shape[1] // BLOCK])
     return form(__name__, rows).gather_rows(table, rows, dtype)
 
 

@@ -17,6 +17,7 @@ def confidence(collapsed: Tensor, markov: Tensor, weight: Tensor) -> Tensor:
 
     ``weight`` [1, H + r].
     """
+    expect_shape("markov", markov, [collapsed.shape[0], None])
     expect_shape("weight", weight, [1, collapsed.shape[1] + markov.shape[1]])
     out: Tensor = form(__name__, collapsed).confidence(collapsed, markov, weight)
     return out

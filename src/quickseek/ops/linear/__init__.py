@@ -70,8 +70,10 @@ def linear(x: Tensor | QuantizedRows, weight: Weight, *, quantize_input: bool = 
         expect_shape("x.scales", x.scales, [*values.shape[:-1], values.shape[-1] // BLOCK])
         if isinstance(weight, Tensor):
             raise ValueError("x is quantised: expected a packed weight, not plain values")
-    elif not isinstance(weight, Tensor) and quantize_input and x.shape[-1] % BLOCK:
-        raise ValueError(f"x has {x.shape[-1]} columns: expected a multiple of {BLOCK} to quantise them")
+    quantised = isinstance(x, QuantizedRows) or (not isinstance(weight, Tensor) and quantize_input)
+    if quantised and values.shape[-1] % BLOCK:
+        raise ValueError(f"x has {values.shape[-1]} columns: expected a multiple of {BLOCK} to quantise them")
+    _expect_matrix(weight)
     out: Tensor = form(__name__, values).linear(x, weight, quantize_input)
     return out
 
@@ -91,5 +93,15 @@ def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
     expect_shape("x", x, [None, None, weight.shape[-1]])
     if weight.shape[0] % x.shape[1]:
         raise ValueError(f"weight has {weight.shape[0]} rows: expected a multiple of x's {x.shape[1]} groups")
+    _expect_matrix(weight)
     out: Tensor = form(__name__, x).grouped_linear(x, weight)
     return out
+
+
+def _expect_matrix(weight: Weight) -> None:
+    """``weight`` is one matrix, and a packed one has a scale for each of its blocks."""
+    expect_shape("weight", weight if isinstance(weight, Tensor) else weight.codes, [None, None])
+    if not isinstance(weight, Tensor):
+        outputs, inputs = weight.shape
+        block_row = BLOCK if isinstance(weight, Fp8Weight) else 1
+        expect_shape("weight.scales", weight.scales, [-(-outputs // block_row), -(-inputs // BLOCK)])

@@ -68,6 +68,7 @@ def write_records(
     ``storage`` and ``table``: those of a ``CacheView``. A negative row is not kept: it touches scratch at most.
     """
     expect_shape("values", values, [rows.shape[0], codec.width])
+    expect_shape("requests", requests, rows.shape)
     form(__name__, storage).write_records(storage, table, codec, requests, rows, values)
 
 
@@ -79,6 +80,8 @@ def keep_records(
     ``ends`` int64 [B]: one past the last position of each request; what a later position replaces is not stored.
     """
     expect_shape("values", values, [positions.shape[0], codec.width])
+    expect_shape("requests", requests, positions.shape)
+    expect_shape("ends", ends, [table.shape[0]])
     form(__name__, storage).keep_records(storage, table, codec, requests, positions, ends, values)
 
 

@@ -32,6 +32,7 @@ DRAFT_WIDTH = 64
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
     """float64 [T] in [0, 1): Philox4x32-10 keyed by the int64 seed, counted by position and purpose."""
+    expect_shape("positions", positions, seeds.shape)
     return form(__name__, seeds).uniform(seeds, positions, purpose)
 
 
@@ -121,6 +122,7 @@ def sample(
 
     ``seeds`` and ``positions`` int64 [T]; a position is the one at which the token will stand.
     """
+    expect_shape("seeds", seeds, [logits.shape[0]])
     chances = probabilities(logits, temperature, top_p, top_k=top_k, min_p=min_p)
     return form(__name__, chances).draw(chances, uniform(seeds, positions, purpose))
 
