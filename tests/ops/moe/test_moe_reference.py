@@ -167,6 +167,29 @@ def test_an_expert_without_rows_and_one_with_all_of_them() -> None:
     assert_float64(whole(x, routing, weights, "after"), expected)
 
 
+@pytest.mark.parametrize("place", ["after", "before"])
+@pytest.mark.parametrize("absent", [-1, EXPERTS])
+def test_a_slot_of_an_expert_that_does_not_exist_adds_nothing(absent: int, place: str) -> None:
+    x, weights = normal(4, HIDDEN), plain_weights()
+    chosen, weight = torch.tensor([[3, 0], [5, 3], [0, 5], [5, 1]]), normal(4, 2, seed=2)
+    without = chosen.clone()
+    without[1, 0] = without[2, 1] = without[3, 0] = without[3, 1] = absent
+    found = door.routed_experts(x, Routing(without, weight), weights, limit=LIMIT, routed_weight=place)
+    assert ((found.index < 0) == (without == absent)).all()
+    assert found.index[found.index >= 0].sort().values.tolist() == [0, 1, 2, 3]
+    assert found.rows.shape == (8, HIDDEN), "as many rows as slots"
+    expected = whole(x, Routing(chosen, weight.masked_fill(without == absent, 0.0)), weights, "after")
+    assert_float64(door.finalize(found, torch.zeros_like(x)), expected)
+    with pytest.raises(AssertionError):
+        assert_float64(whole(x, Routing(chosen, weight), weights, place), expected)
+
+
+def test_a_step_without_rows_has_none_of_experts() -> None:
+    routing = Routing(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.float64))
+    found = door.routed_experts(normal(0, HIDDEN), routing, plain_weights(), limit=LIMIT)
+    assert found.rows.shape == (0, HIDDEN) and found.index.shape == (0, 2)
+
+
 def test_finalisation_skips_absent_slots_and_adds_the_shared_expert() -> None:
     rows, shared = normal(3, HIDDEN), normal(2, HIDDEN, seed=1)
     rows[2] = torch.nan

@@ -49,7 +49,7 @@ def route(
 def routed_experts(
     x: Tensor, routing: Routing, weights: ExpertWeights, *, limit: float, routed_weight: str = "after"
 ) -> UnfinalizedMoE:
-    """One row per (token, chosen expert), not yet summed (spec 7.2; spec/api.md).
+    """One row per (token, chosen expert), not yet summed (spec 7.2; spec/api.md); none where no such expert exists.
 
     ``limit`` clamps the SwiGLU. ``routed_weight`` "after" leaves the rows unweighted (the settled rule);
     "before" multiplies inside and hands on weights of 1 (the released reference; not on a GPU: ValueError). A GPU

@@ -83,16 +83,22 @@ def of_expert(weight: Weight, number: int) -> Weight:
 def routed_experts(
     x: Tensor, routing: Routing, weights: "ExpertWeights", limit: float, routed_weight: str
 ) -> UnfinalizedMoE:
-    slots = routing.experts.flatten()
-    top_k = routing.experts.shape[1]
+    experts, hidden = weights.w2.shape[:2]
+    slots, top_k = routing.experts.flatten(), routing.experts.shape[1]
+    exists = (slots >= 0) & (slots < experts)
+    slots = torch.where(exists, slots, experts)
     order = torch.argsort(slots, stable=True)
     index = torch.empty_like(order)
     index[order] = torch.arange(order.shape[0], device=order.device)
+    index = torch.where(exists, index, -1)
     tokens = order // top_k
     before = routing.weights.flatten()[order].unsqueeze(1) if routed_weight == "before" else None
-    rows, first = [], 0
+    rows, first = [x.new_zeros(0, hidden)], 0
     chosen, counts = torch.unique_consecutive(slots[order], return_counts=True)
     for number, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+        if number == experts:
+            rows.append(x.new_zeros(count, hidden))
+            continue
         span = slice(first, first + count)
         weight = before[span] if before is not None else None
         rows.append(
