@@ -32,14 +32,13 @@ ORDER = code_place(torch.arange(GROUP))
 
 
 @cache
-def compile_all(architecture: str, *arguments: str) -> dict[str, dict[str, Any]]:
-    """What ``experts_variants.py`` prints, by name."""
-    script = Path(__file__).with_name("experts_variants.py")
+def compile_all(architecture: str, *arguments: str, script: str = "experts_variants.py") -> dict[str, dict[str, Any]]:
+    """What a script beside this file prints, by name."""
     environment = os.environ | {"CUTE_DSL_ARCH": architecture}
     # The compiler leaves the PTX it is asked to keep in the working directory.
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
-            [sys.executable, str(script), *arguments],
+            [sys.executable, str(Path(__file__).with_name(script)), *arguments],
             capture_output=True, text=True, env=environment, cwd=directory, timeout=500, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -170,6 +169,24 @@ def test_gate_up_is_the_reference(name: str, shape: tuple[int, int]) -> None:
     assert (codes[~there] == 0x55).all(), "rows of none stay as they were"
     with pytest.raises(AssertionError, match="outside"):
         assert_op(found[there].roll(1, 1), expected[there])
+
+
+@pytest.mark.parametrize("shape", [(64, 1), (17, 2)])
+def test_the_rows_of_a_tile_are_found_among_all_slots(shape: tuple[int, int]) -> None:
+    """More slots than a warp has lanes, of experts that exist or not."""
+    chosen = torch.randint(-1, EXPERTS + 1, shape, generator=torch.Generator().manual_seed(1))
+    # A tile whose first slot is among the first and whose other rows are the last.
+    chosen[chosen == 2] = 4
+    chosen[0, 0] = chosen[-3, 0] = chosen[-1, 0] = 2
+    x, weight = rows_of(shape[0], 32), fp4(packed_experts(EXPERTS, 32, 32).w13)
+    codes, factors = gate_up(x, chosen, weight)
+    expected = between(x, chosen, weight)
+    there = ~expected.isnan().any(1)
+    assert 0 < int((~there).sum()) < chosen.numel()
+    assert_op(values_of(codes, factors)[there], expected[there])
+    assert (codes[~there] == 0x55).all(), "rows of none stay as they were"
+    with pytest.raises(AssertionError, match="outside"):
+        assert_op(values_of(codes, factors)[there], between(x.roll(1, 0), chosen, weight)[there])
 
 
 @pytest.mark.parametrize("shape", [(480, 64), (32, 32), (224, 672)])
