@@ -154,6 +154,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no GPU here")
     names = args.only.split(",") if args.only else sorted(p.stem[4:] for p in Path(__file__).parent.glob("ops_*.py"))
     rows = {int(count) for count in args.rows.split(",") if count}
     conditions = {

@@ -306,6 +306,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peers", action="store_true", help="all ranks, each a process with a GPU of its own")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no GPU here")
     if args.peers:
         spawn(run, args.ranks, args, device="cuda", timeout_s=TIMEOUT_S)
         return

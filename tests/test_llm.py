@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from quickseek import LLM, SamplingParams
@@ -202,6 +203,16 @@ def test_options_are_checked_and_unknown_ones_refused(directory: Path) -> None:
         LLM(directory, device="cuda:9")
     with pytest.raises(ConfigError, match="dtype"):
         LLM(directory, mode="trained", dtype="float64")
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_a_pytorch_without_cuda_is_named_where_a_gpu_is_asked_for(
+    cuda: str | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError) as refused:
+        LLM(directory, device="cuda:9")
+    assert ("built without CUDA" in str(refused.value)) == (cuda is None)
 
 
 def test_small_files_are_checked_before_any_weight_is_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

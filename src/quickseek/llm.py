@@ -274,7 +274,8 @@ def world_on(device: str, world: World) -> World:
     if wanted.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (wanted.index or 0) >= count:
-            raise ConfigError("device", device, f"one of the {count} GPUs that this machine has, or 'cpu'")
+            why = " (this PyTorch is built without CUDA)" if torch.version.cuda is None else ""
+            raise ConfigError("device", device, f"one of the {count} GPUs that this machine has, or 'cpu'{why}")
     if world.size == 1:
         if wanted.type == "cuda":
             wanted = torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
