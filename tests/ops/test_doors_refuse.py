@@ -193,5 +193,5 @@ def test_what_does_not_fit_is_named_before_anything_runs(
         raise AssertionError(f"{door} launched something")
 
     monkeypatch.setattr(forms, "_module", launched)
-    with pytest.raises(ValueError, match=r"queries|" + name):
+    with pytest.raises(ValueError, match=name):
         call(**fits | {name: wrong})
