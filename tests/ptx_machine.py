@@ -206,6 +206,13 @@ class Block:
         if special is not None:
             special(parts, operands)
             return
+        if parts == ["max", "bf16x2"]:
+            # The bits of a BF16 value are the upper ones of an FP32 value.
+            words = [self.read(one, np.uint32) for one in operands[1:]]
+            low = np.fmax(*((word << np.uint32(16)).view(np.float32) for word in words))
+            high = np.fmax(*((word & np.uint32(0xFFFF0000)).view(np.float32) for word in words))
+            self.write(operands[0], low.view(np.uint32) >> np.uint32(16) | high.view(np.uint32) & np.uint32(0xFFFF0000))
+            return
         kind = TYPES.get(parts[-1])
         if parts[0] not in PLAIN or (kind is None and parts[-1] != "pred"):
             raise NotImplementedError(f"PTX instruction {name}")
@@ -281,6 +288,10 @@ class Block:
             codes = self.read(operands[1], np.uint16)
             low, high = (E4M3[part].view(np.uint16).astype(np.uint32) for part in (codes & 0xFF, codes >> 8))
             self.write(operands[0], low | high << np.uint32(16))
+        elif parts[-2:] == ["f16x2", "f32"]:
+            with np.errstate(all="ignore"):
+                high, low = (self.read(one, np.float32).astype(np.float16) for one in operands[1:])
+            self.write(operands[0], _word_of(low, high))
         elif parts[-2] in ("bf16x2", "e4m3x2", "bf16"):
             rounding, bits = (_bf16, 16) if parts[-2].startswith("bf16") else (_e4m3, 8)
             halves = [rounding(self.read(one, np.float32)).astype(np.uint32) for one in operands[1:]]
@@ -292,6 +303,11 @@ class Block:
             self.write(operands[0], value)
 
     def do_mul(self, parts: list[str], operands: list[str]) -> None:
+        if parts[-1] == "f16x2":
+            a, b = (self.read(one, np.uint32).view(np.float16).reshape(-1, 2) for one in operands[1:])
+            with np.errstate(all="ignore"):
+                self.write(operands[0], _word_of(*(a * b).T))
+            return
         kind = TYPES[parts[-1]]
         a, b = (self.read(one, kind) for one in operands[1:3])
         with np.errstate(all="ignore"):
@@ -371,6 +387,11 @@ class Block:
 def _halves(words: Values) -> Values:
     """FP16 pairs [warps, 32, 2] of words, in float64."""
     return words.view(np.float16).astype(np.float64).reshape(-1, 32, 2)
+
+
+def _word_of(low: Values, high: Values) -> Values:
+    """FP16 halves in words."""
+    return np.stack((low, high), 1).copy().view(np.uint32)[:, 0]
 
 
 def _bf16(values: Values) -> Values:

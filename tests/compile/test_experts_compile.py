@@ -86,8 +86,8 @@ def values_of(codes: Tensor, factors: Tensor) -> Tensor:
     return (placed.float() * factors.unsqueeze(-1)).flatten(-2)
 
 
-def recorded(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """``tokens`` and ``tiles`` of a routing, one tile for each slot."""
+def recorded(chosen: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """``tokens`` and ``tiles`` of a routing, one tile of up to ``rows`` rows for each slot."""
     slots = chosen.flatten().tolist()
     tokens, tiles = torch.full((len(slots),), -1, dtype=torch.int32), []
     for slot, expert in enumerate(slots):
@@ -95,8 +95,8 @@ def recorded(chosen: Tensor) -> tuple[Tensor, Tensor]:
         exists = 0 <= expert < EXPERTS
         if exists:
             tokens[before + rank] = slot // chosen.shape[1]
-        begins = exists and rank % MOST_ROWS == 0
-        tiles.append([expert if begins else -1, before + rank, min(slots.count(expert) - rank, MOST_ROWS)])
+        begins = exists and rank % rows == 0
+        tiles.append([expert if begins else -1, before + rank, min(slots.count(expert) - rank, rows)])
     return tokens, torch.tensor(tiles, dtype=torch.int32)
 
 
@@ -109,7 +109,7 @@ def gate_up(
     out = torch.full((chosen.numel(), inner), 0x55, dtype=torch.uint8)
     factors = torch.full((chosen.numel(), inner // GROUP), torch.nan)
     memory = Memory()
-    tensors = (*stored(x), chosen, *recorded(chosen), weight.codes, weight.scales, out, factors)
+    tensors = (*stored(x), chosen, *recorded(chosen, rows), weight.codes, weight.scales, out, factors)
     arguments = [*(memory.place(tensor) for tensor in tensors), chosen.numel(), LIMIT]
     launch(text, memory, arguments, (inner // GROUP, chosen.numel()))
     memory.write_back()
@@ -122,7 +122,7 @@ def down(codes: Tensor, factors: Tensor, chosen: Tensor, weight: Fp4Weight, rows
     warps, each = {(480, 64): (2, 2), (32, 32): (4, 1), (224, 672): (2, 3)}[hidden, inner]
     out = torch.full((chosen.numel(), hidden), torch.nan, dtype=torch.bfloat16)
     memory = Memory()
-    tensors = (codes, factors, recorded(chosen)[1], weight.codes, weight.scales, out)
+    tensors = (codes, factors, recorded(chosen, rows)[1], weight.codes, weight.scales, out)
     text = compile_all("sm_90a", "ptx")[f"down {hidden} {inner} {rows}"]["ptx"]
     grid = (-(-hidden // (LINES * warps * each)), chosen.numel())
     launch(text, memory, [memory.place(tensor) for tensor in tensors], grid)
@@ -196,7 +196,7 @@ def test_down_is_the_reference(name: str, shape: tuple[int, int]) -> None:
     weight = fp4(packed_experts(EXPERTS, *shape).w2)
     hidden = rows_of(chosen.numel(), shape[1])
     found = down(*stored(hidden), chosen, weight)
-    for expert, first, count in recorded(chosen)[1].tolist():
+    for expert, first, count in recorded(chosen, MOST_ROWS)[1].tolist():
         if expert >= 0:
             rows = slice(first, first + count)
             expected = reference.linear_op.linear(hidden[rows], reference.of_expert(weight, expert))
@@ -216,7 +216,12 @@ def test_both_kernels_together_are_the_reference() -> None:
 def test_tiles_of_two_rows_are_the_reference() -> None:
     weights = packed_experts(EXPERTS, 480, 64)
     w13, w2 = fp4(weights.w13), fp4(weights.w2)
-    for chosen in (torch.tensor([[4, 1]]), torch.tensor([[5, 3], [3, 5]]), torch.tensor([[6, -1], [7, 6]])):
+    for chosen in (
+        torch.tensor([[4, 1]]),
+        torch.tensor([[5, 3], [3, 5]]),
+        torch.tensor([[6, -1], [7, 6]]),
+        torch.tensor([[3, 3], [3, 5]]),
+    ):
         x = rows_of(chosen.shape[0], 480)
         few = gate_up(x, chosen, w13, rows=2)
         assert_bits(torch.cat(few, 1), torch.cat(gate_up(x, chosen, w13), 1))

@@ -16,7 +16,7 @@ from quickseek.ops.linear import Fp8Weight, Weight, dequantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-ROWS = (1, 6, 8, 12, 48, 384)
+ROWS = (1, 2, 3, 6, 8, 12, 48, 384)
 SHAPES = {
     "latents": ("fp8", 1792, 5120),
     "queries": ("fp8", 8192, 1280),

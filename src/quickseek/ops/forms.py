@@ -1,6 +1,7 @@
 """Which form of an operation runs: its kernels on CUDA, its reference elsewhere."""
 
 import importlib
+import importlib.util
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,12 @@ def form(door: str, x: Tensor) -> Any:
     and raise a ValueError for other dtypes before they launch anything.
     """
     return _module(door, x.is_cuda)
+
+
+@cache
+def cute_form(door: str) -> ModuleType | None:
+    """The kernels in CuTe DSL behind ``door`` (``cute``), which ``triton`` calls; None where there is no CuTe DSL."""
+    return None if importlib.util.find_spec("cutlass") is None else importlib.import_module(f"{door}.cute")
 
 
 @cache

@@ -7,7 +7,8 @@ it depends on the kernel before:
 * whatever that is, not what it writes: a weight that PyTorch makes right before the call may be read too early;
 * behind a ``chained`` kernel, what any earlier one wrote, but not by way of the L1 cache (``cache_modifier=".cg"``),
   which may keep older bytes until the wait;
-* behind a kernel in CuTe DSL, which lets the next one start before it has waited itself, weights and tables alone.
+* behind a collective, which lets the next one start before it has waited itself, weights and tables alone. The
+  kernels of ``ops/moe/cute.py`` and ``ops/linear/cute.py`` wait first, as chained ones do.
 
 Other kernels and copies neither start early nor let others: the chain is only broken there.
 """

@@ -1,11 +1,12 @@
 """Linear kernels on weights as stored: codes become 16-bit floats in registers, tensor cores multiply, sums are FP32.
 
-``_few`` (up to 16 rows, one launch): a program has 16 or 32 outputs, each of its warps a part of K; it reads its
-weights once, and the activations, which it quantises itself. ``_held`` (up to 8 rows, where ``held_shape`` has a shape
-for the weight) is ``_few`` with all weights of a program in registers before it waits for its predecessor. ``_many``
-(up to ``library_rows`` of a packed weight, and any number on FP4): tiles of outputs and rows; where they are too few
-for the GPU, K is split and the last program of a tile adds the parts in order. ``_prepare_rows`` runs before it (a
-second launch) where rows are to be quantised or parts to be counted. More rows are PyTorch's to multiply, after
+Up to 8 rows of an FP8 weight are ``cute.py``'s where there is the CuTe DSL. Else, and for other weights, ``_few`` (up
+to 16 rows, one launch): a program has 16 or 32 outputs, each of its warps a part of K; it reads its weights once, and
+the activations, which it quantises itself. ``_held`` (up to 8 rows, where ``held_shape`` has a shape for the weight) is
+``_few`` with all weights of a program in registers before it waits for its predecessor. ``_many`` (up to
+``library_rows`` of a packed weight, and any number on FP4): tiles of outputs and rows; where they are too few for the
+GPU, K is split and the last program of a tile adds the parts in order. ``_prepare_rows`` runs before it (a second
+launch) where rows are to be quantised or parts to be counted. More rows are PyTorch's to multiply, after
 ``_prepare_rows`` and ``_values``, which makes a packed weight BF16. ``_plain`` (one launch): products with an FP32
 side, without tensor cores. Bytes: the weight as stored, and rows in and out.
 
@@ -14,6 +15,7 @@ both sides are multiplied in FP16, where they are exact, and scaled in FP32. ``_
 waits, ``_held`` reads them (``triton_chain``); all else is read after.
 """
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,12 +26,16 @@ from torch import Tensor
 from quickseek.formats import BLOCK
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype
+from quickseek.ops.forms import cute_form
 from quickseek.ops.triton_chain import begin, chained, fetch, fetched_bytes
 from quickseek.ops.triton_launch import multiprocessors
 
 if TYPE_CHECKING:
     from quickseek.ops.linear import QuantizedRows, Weight
 
+MOST_CUTE_ROWS = 8
+"""Rows up to which the kernel of ``cute.py`` multiplies with FP8 weights of up to MOST_CUTE_BYTES."""
+MOST_CUTE_BYTES = 1 << 25
 FEW_ROWS = 16
 """Rows up to which one launch without tiles of rows is used."""
 MOST_SPLITS = 16
@@ -408,6 +414,9 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
     if rows > library_rows(kind, codes.numel()):
         return _multiplied(x, scales, (kind, codes, weight_scales), given, out, groups)
     tiled = rows > FEW_ROWS or (kind == "fp4" and given != "plain")
+    if (form := few_rows(x, kind, codes, outputs, dtype)) is not None:
+        form.product_of(x, scales, (codes, weight_scales), given, out)
+        return out
     # _few needs tiles of outputs that lie in one block row of scales.
     if tiled or (kind == "fp8" and groups > 1 and outputs % BLOCK):
         return _tiled(x, scales, (kind, codes, weight_scales), given, out, outputs, groups)
@@ -431,6 +440,16 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
         OUT=tile, PARTS=parts, PART=part, num_warps=parts, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def few_rows(x: Tensor, kind: str, codes: Tensor, outputs: int, dtype: torch.dtype) -> ModuleType | None:
+    """The kernels that take a product of few rows instead of the ones here: on a GPU, where sizes fit."""
+    if not x.is_cuda or kind != "fp8" or dtype != torch.bfloat16:
+        return None
+    if x.shape[0] > MOST_CUTE_ROWS or codes.numel() > MOST_CUTE_BYTES:
+        return None
+    kernels = cute_form("quickseek.ops.linear")
+    return kernels if kernels is not None and kernels.fits(x, codes, outputs) else None
 
 
 def held_shape(

@@ -129,7 +129,7 @@ class GateUpKernel(FewRows):
             count = count + Int32(cute.arch.popc(same))
             slots = slots | (Uint64(same) << Uint64(start))
         known = ptx.choose(mine < Int32(self.experts), mine, Int32(-1))
-        begins = ptx.choose(rank % MOST_ROWS == 0, known, Int32(-1))
+        begins = ptx.choose(rank % self.rows == 0, known, Int32(-1))
         left = count - rank
         left = ptx.choose(left < Int32(self.rows), left, Int32(self.rows))
         return Record(begins, before + rank, left, slots >> Uint64(item))
@@ -360,23 +360,27 @@ def read_record(tiles: Any, item: Any) -> Record:
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def fits(hidden: int, inner: int) -> bool:
-    """Whether a tile's activations fit into shared memory; both are multiples of 32."""
-    return all(FewRows(size, 1, 0, MOST_ROWS, 1, 1, 1).shared <= SHARED_BYTES for size in (hidden, inner))
+def fits(hidden: int, inner: int, *codes: Tensor) -> bool:
+    """Whether a tile's activations fit into shared memory, both multiples of 32, and codes begin at 16 bytes."""
+    aligned = all(part.data_ptr() % 16 == 0 for part in codes)
+    return aligned and all(FewRows(size, 1, 0, MOST_ROWS, 1, 1, 1).shared <= SHARED_BYTES for size in (hidden, inner))
+
+
+def tile_rows(rows: int) -> int:
+    """The most rows of a tile in the record of a step of ``rows`` rows."""
+    return PAIR if rows <= PAIR else MOST_ROWS
 
 
 def gate_up_settings(rows: int, slots: int) -> dict[str, Any]:
     """Rows of a tile, warps that share the inputs of an output, chunks on their way in a warp, blocks of an SM."""
-    few = {"rows": PAIR, "slices": 8, "depth": 1, "blocks": 1}
-    more = {"rows": MOST_ROWS, "slices": 4, "depth": 2, "blocks": 2}
-    return (few if rows <= PAIR else more) | {"ahead": slots <= EARLY_SLOTS}
+    few, more = {"slices": 8, "depth": 1, "blocks": 1}, {"slices": 4, "depth": 2, "blocks": 2}
+    return (few if rows <= PAIR else more) | {"rows": tile_rows(rows), "ahead": slots <= EARLY_SLOTS}
 
 
 def down_settings(rows: int) -> dict[str, Any]:
     """Rows of a tile, warps of a block, times 16 outputs of a warp, chunks on their way, blocks of an SM."""
-    few = {"rows": PAIR, "warps": 4, "each": 1, "depth": 3, "blocks": 4}
-    more = {"rows": MOST_ROWS, "warps": 4, "each": 2, "depth": 5, "blocks": 3}
-    return few if rows <= PAIR else more
+    few, more = {"each": 1, "depth": 3, "blocks": 4}, {"each": 2, "depth": 5, "blocks": 3}
+    return (few if rows <= PAIR else more) | {"rows": tile_rows(rows), "warps": 4}
 
 
 def gate_up(

@@ -19,9 +19,6 @@ the left operand, so that 8 rows of a step are enough to fill a tile. The packed
 byte has a product of its own.
 """
 
-import importlib
-import importlib.util
-from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -34,8 +31,8 @@ from quickseek.formats import BLOCK
 from quickseek.ops import linear as linear_op
 from quickseek.ops import triton_math as math
 from quickseek.ops.checks import expect_dtype, expect_shape
+from quickseek.ops.forms import cute_form
 from quickseek.ops.linear import Fp4Weight, QuantizedRows, Weight
-from quickseek.ops.moe.cute_fragments import MOST_ROWS
 from quickseek.ops.moe.reference import WEIGHT_FLOOR, Routing, UnfinalizedMoE
 from quickseek.ops.moe.triton_record import for_fp4, prepare
 from quickseek.ops.triton_chain import begin, chained, fetch
@@ -424,20 +421,12 @@ def expect_experts(name: str, weight: Weight, shape: list[int]) -> Fp4Weight:
     return weight
 
 
-@cache
-def few_rows_kernels() -> ModuleType | None:
-    """``cute.py``, or None where there is no CuTe DSL."""
-    if importlib.util.find_spec("cutlass") is None:
-        return None
-    return importlib.import_module("quickseek.ops.moe.cute")
-
-
-def few_rows(x: Tensor, slots: int, inner: int) -> ModuleType | None:
+def few_rows(x: Tensor, slots: int, inner: int, *codes: Tensor) -> ModuleType | None:
     """The kernels that take the products instead of the ones here: for few slots, on a GPU, where sizes fit."""
     if not x.is_cuda or slots > MOST_CUTE_SLOTS:
         return None
-    kernels = few_rows_kernels()
-    return kernels if kernels is not None and kernels.fits(x.shape[1], inner) else None
+    kernels = cute_form("quickseek.ops.moe")
+    return kernels if kernels is not None and kernels.fits(x.shape[1], inner, *codes) else None
 
 
 def routed_experts(
@@ -457,8 +446,10 @@ def routed_experts(
     top_k = chosen.shape[1]
     slots = rows * top_k
     few = slots <= FEW_SLOTS
-    form = few_rows(x, slots, inner)
-    tile_rows = next((size for mean, size in TILE_ROWS if slots <= mean * experts), 64) if form is None else MOST_ROWS
+    form = few_rows(x, slots, inner, w13.codes, w2.codes)
+    tile_rows = next((size for mean, size in TILE_ROWS if slots <= mean * experts), 64)
+    if form is not None:
+        tile_rows = form.tile_rows(rows)
     recorders = slots if few else experts
     items = slots if few else slots // tile_rows + experts
 
