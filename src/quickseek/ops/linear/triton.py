@@ -444,9 +444,8 @@ def _product(x: Tensor, scales: Tensor | None, weight: "Weight", given: str, dty
 
 def few_rows(x: Tensor, kind: str, codes: Tensor, outputs: int, dtype: torch.dtype) -> ModuleType | None:
     """The kernels that take a product of few rows instead of the ones here: on a GPU, where sizes fit."""
-    if not x.is_cuda or kind != "fp8" or dtype != torch.bfloat16:
-        return None
-    if x.shape[0] > MOST_CUTE_ROWS or codes.numel() > MOST_CUTE_BYTES:
+    few = x.shape[0] <= MOST_CUTE_ROWS and codes.numel() <= MOST_CUTE_BYTES
+    if not (few and x.is_cuda and kind == "fp8" and dtype == torch.bfloat16):
         return None
     kernels = cute_form("quickseek.ops.linear")
     return kernels if kernels is not None and kernels.fits(x, codes, outputs) else None
