@@ -4,13 +4,14 @@ import ast
 import re
 import statistics
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from quickseek import config_checks, formats
 from quickseek.engine import blocks
-from quickseek.ops import cache
+from quickseek.ops import cache as cache_op
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "quickseek"
@@ -67,13 +68,21 @@ def _nodes(tree: ast.AST, typing: bool) -> Iterator[ast.AST]:
             yield from _nodes(child, typing)
 
 
+parsed = cache(ast.parse)
+
+
+@cache
+def import_statements(text: str, typing: bool) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in _nodes(parsed(text), typing) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(name: str, sources: Sources, *, typing: bool = True) -> set[str]:
     """Modules of the package that a module imports, inside functions too; ``typing``: those for annotations as well."""
     found = set()
-    for node in _nodes(ast.parse(sources[name]), typing):
+    for node in import_statements(sources[name], typing):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        elif node.module is not None:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 found.add(whole if whole in sources else node.module)
@@ -207,7 +216,7 @@ def undocumented(sources: Sources) -> list[str]:
     """Modules without a docstring, and functions and classes of a door without one."""
     found = []
     for name, text in sources.items():
-        tree = ast.parse(text)
+        tree = parsed(text)
         if not ast.get_docstring(tree):
             found.append(name)
         if name.split(".")[1:2] == ["ops"] and name.count(".") == 2 and name.split(".")[2] in OPERATIONS:
@@ -230,7 +239,7 @@ def talkative(sources: Sources) -> list[str]:
         if any(other.startswith(f"{name}.") for other in sources)
         and name != "quickseek"
         and not (name.startswith("quickseek.ops.") and name.split(".")[2] in OPERATIONS)
-        and len(ast.parse(text).body) != 1
+        and len(parsed(text).body) != 1
     ]
 
 
@@ -278,7 +287,7 @@ def test_nothing_is_left_unfinished_without_an_error_of_its_own() -> None:
 def test_a_number_that_is_written_twice_is_the_same() -> None:
     """The configuration and the policy load no torch, so they repeat two numbers of modules that do."""
     assert config_checks.BLOCK == formats.BLOCK
-    assert blocks.SCRATCH == cache.SCRATCH
+    assert blocks.SCRATCH == cache_op.SCRATCH
 
 
 # ---------------------------------------------------------------------------------------------- pages
@@ -312,9 +321,10 @@ def test_every_benchmark_is_listed_with_its_question() -> None:
 def absent_imports(sources: Sources) -> list[str]:
     """Imports of the package's modules, in any Python file, that name a module or a thing of it that is not there."""
     modules, found = package(), []
+    words = {name: set(re.findall(r"\w+", text)) for name, text in modules.items()}
     for path, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("quickseek"):
+        for node in import_statements(text, True):
+            if isinstance(node, ast.Import) or not (node.module or "").startswith("quickseek"):
                 continue
             module = node.module or ""
             if module not in modules:
@@ -323,7 +333,7 @@ def absent_imports(sources: Sources) -> list[str]:
             found += [
                 f"{path} imports {alias.name} from {module}"
                 for alias in node.names
-                if f"{module}.{alias.name}" not in modules and not re.search(rf"\b{alias.name}\b", modules[module])
+                if f"{module}.{alias.name}" not in modules and alias.name not in words[module]
             ]
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quickseek.checkpoint.inventory import count_by_dtype, group_of, inventory, payload_bytes
+from quickseek.checkpoint.inventory import TensorSpec, count_by_dtype, group_of, inventory, payload_bytes
 from quickseek.config import ModelConfig
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -16,6 +16,12 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 @pytest.fixture(scope="module")
 def released() -> ModelConfig:
     return ModelConfig.from_file(GOLDEN / "released_config.json")
+
+
+@pytest.fixture(scope="module")
+def specs(released: ModelConfig) -> dict[str, TensorSpec]:
+    """The released inventory."""
+    return inventory(released)
 
 
 def stored_headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -30,8 +36,7 @@ def stored_headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def test_the_released_inventory_has_the_published_names_bytes_and_dtypes(released: ModelConfig) -> None:
-    specs = inventory(released)
+def test_the_released_inventory_has_the_published_names_bytes_and_dtypes(specs: dict[str, TensorSpec]) -> None:
     assert len(specs) == 96_085
     assert payload_bytes(specs.values()) == 510_286_023_000
     assert count_by_dtype(specs.values()) == {
@@ -65,8 +70,8 @@ def test_the_published_counts_notice_one_wrong_number_of_the_configuration(relea
         (lambda n: group_of(n) == "vision", 970_536_960),
     ],
 )
-def test_each_group_of_the_released_checkpoint_has_its_published_size(released, part, size) -> None:
-    assert payload_bytes(spec for name, spec in inventory(released).items() if part(name)) == size
+def test_each_group_of_the_released_checkpoint_has_its_published_size(specs, part, size) -> None:
+    assert payload_bytes(spec for name, spec in specs.items() if part(name)) == size
 
 
 @pytest.mark.parametrize(
@@ -85,13 +90,12 @@ def test_each_group_of_the_released_checkpoint_has_its_published_size(released, 
         ("layers.7.hc_ffn_fn", "F32", (24, 20480)),
     ],
 )
-def test_a_released_tensor_has_its_published_dtype_and_shape(released, name, dtype, shape) -> None:
-    spec = inventory(released)[name]
+def test_a_released_tensor_has_its_published_dtype_and_shape(specs, name, dtype, shape) -> None:
+    spec = specs[name]
     assert (spec.dtype, spec.shape) == (dtype, shape)
 
 
-def test_a_ratio_1_source_has_no_compressor_gate(released: ModelConfig) -> None:
-    specs = inventory(released)
+def test_a_ratio_1_source_has_no_compressor_gate(specs: dict[str, TensorSpec]) -> None:
     assert "layers.14.attn.compressor.wgate.weight" in specs
     assert "layers.20.attn.compressor.wgate.weight" not in specs
 
@@ -102,9 +106,11 @@ def test_the_golden_checkpoint_holds_exactly_its_inventory() -> None:
     assert stored_headers(GOLDEN / "base/checkpoint") == expected
 
 
-def test_without_a_vision_tower_or_draft_stages_their_tensors_are_absent(released: ModelConfig) -> None:
+def test_without_a_vision_tower_or_draft_stages_their_tensors_are_absent(
+    released: ModelConfig, specs: dict[str, TensorSpec]
+) -> None:
     text = dataclasses.replace(
         released, vision=None, num_nextn_predict_layers=0, compress_ratios=released.compress_ratios[:40]
     )
-    assert {spec.group for spec in inventory(released).values()} == {"text", "draft", "vision"}
+    assert {spec.group for spec in specs.values()} == {"text", "draft", "vision"}
     assert {spec.group for spec in inventory(text).values()} == {"text"}
