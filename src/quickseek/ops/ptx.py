@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 
@@ -22,6 +22,11 @@ def load_volatile_pack(address: Any) -> Any:
     return _load_pack("ld.volatile.global.v4.u32", address)
 
 
+def stream_pack(address: Any) -> list[Any]:
+    """16 bytes of a weight, past the L1 cache; no ``.nc``, which the assembler moves behind a wait."""
+    return list(_load_pack("ld.global.L1::no_allocate.v4.u32", address))
+
+
 def load_words(address: Any, count: int) -> list[Any]:
     """``count`` 32-bit words; 16 bytes at a time where the count allows, which then needs 16-byte alignment."""
     if count % 4 == 0:
@@ -31,6 +36,19 @@ def load_words(address: Any, count: int) -> list[Any]:
 
 def load_word(address: Any) -> Any:
     return inline_ptx("ld.global.u32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def load_pair(address: Any) -> list[Any]:
+    """8 bytes, as two words."""
+    found = inline_ptx(
+        "ld.global.v2.u32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address]
+    )
+    return list(found)
+
+
+def load_byte(address: Any) -> Any:
+    """A byte in a word."""
+    return inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
 def load_volatile_word(address: Any) -> Any:
@@ -63,6 +81,13 @@ def store_long(address: Any, value: Any) -> None:
 def store_byte(address: Any, word: Any) -> None:
     """The low byte of a 32-bit word."""
     inline_ptx("st.global.u8 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def store_bf16(address: Any, value: Any) -> None:
+    """An FP32 value rounded to BF16."""
+    inline_ptx(
+        "{ .reg .b16 half; cvt.rn.bf16.f32 half, {$r1}; st.global.b16 [{$r0}], half; }", read_only_args=[address, value]
+    )
 
 
 def push_pack(address: Any, pack: Sequence[Any]) -> None:
@@ -121,6 +146,17 @@ def store_shared(address: Any, value: Any) -> None:
 def load_shared(address: Any) -> Any:
     """FP32 of this block's shared memory (32-bit address)."""
     return inline_ptx("ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def load_shared_words(address: Any, count: int) -> list[Any]:
+    """Two or four words of shared memory, so aligned."""
+    places = ", ".join(f"{{$w{index}}}" for index in range(count))
+    found = inline_ptx(
+        f"ld.volatile.shared.v{count}.u32 {{{places}}}, [{{$r0}}];",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address],
+    )
+    return list(found)
 
 
 def open_barrier(barrier: Any, count: int) -> None:
@@ -202,6 +238,35 @@ def pack_e4m3(values: Sequence[Any]) -> Any:
 def unpack_bf16(word: Any) -> tuple[Any, Any]:
     """The low and the high BF16 half of a word as FP32."""
     return (word << Uint32(16)).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
+
+
+def halves_of(codes: Any) -> list[Any]:
+    """The four E4M3 values of a word as FP16, in two words."""
+    found = inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[codes],
+    )
+    return list(found)
+
+
+def product(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    """FP32 sums [16, 8] plus FP16 A [16, 16] times B [16, 8], on tensor cores: the fragments of a lane."""
+    found = inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *sums],
+    )
+    return list(found)
+
+
+def a8_exponent(largest: Any) -> Any:
+    """A8's biased scale exponent (signed) of a group whose largest magnitude is this FP32; NaN counts as 0."""
+    largest = minimum(maximum(largest, Float32(1e-4)), Float32(2.0**128 - 2.0**104))
+    bits = multiply(largest, Float32(float.fromhex("0x1.24924ap-9"))).bitcast(Uint32)
+    return Int32((bits >> Uint32(23)) + choose((bits & Uint32(0x7FFFFF)) != Uint32(0), Uint32(1), Uint32(0)))
 
 
 def choose(condition: Any, yes: Any, no: Any) -> Any:

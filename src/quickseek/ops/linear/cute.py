@@ -34,11 +34,6 @@ MOST_INPUTS = 8192
 SHARED_BYTES = 48 * 1024
 PLAIN_TOP = 8
 """Unquantised activations of a piece are below 2^(PLAIN_TOP + 1)."""
-A8_FLOOR = 1e-4
-A8_RECIPROCAL = float.fromhex("0x1.24924ap-9")
-"""FP32 1/448."""
-LARGEST = 2.0**128 - 2.0**104
-"""FP32's largest value."""
 
 
 class Given(NamedTuple):
@@ -78,49 +73,9 @@ class Lane(NamedTuple):
 # ---------------------------------------------------------------------------------------------- instructions
 
 
-def weight_pack(address: Any) -> list[Any]:
-    """16 bytes of a weight, as four words, past the L1 cache; no ``.nc``, which the assembler moves behind a wait."""
-    return _words("ld.global.L1::no_allocate.v4.u32", address, 4)
-
-
-def _words(instruction: str, address: Any, count: int) -> list[Any]:
-    places = ", ".join(f"{{$w{index}}}" for index in range(count))
-    found = inline_ptx(
-        f"{instruction} {{{places}}}, [{{$r0}}];", write_only_types=[Uint32] * count, read_only_args=[address]
-    )
-    return list(found)
-
-
-def _word(instruction: str, *values: Any, kind: Any = Uint32) -> Any:
+def _word(instruction: str, *values: Any) -> Any:
     operands = ", ".join(f"{{$r{index}}}" for index in range(len(values)))
-    return inline_ptx(f"{instruction} {{$w0}}, {operands};", write_only_types=[kind], read_only_args=list(values))
-
-
-def load_byte(address: Any) -> Any:
-    """A byte of global memory in a word."""
-    return inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
-
-
-def halves_of(codes: Any) -> list[Any]:
-    """The four E4M3 values of a word as FP16, in two words."""
-    found = inline_ptx(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
-        "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[codes],
-    )
-    return list(found)
-
-
-def product(sums: Any, a: Any, b: Any) -> list[Any]:
-    """FP32 sums [16, 8] plus FP16 A [16, 16] times B [16, 8]: the fragments of a lane."""
-    found = inline_ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *sums],
-    )
-    return list(found)
+    return inline_ptx(f"{instruction} {{$w0}}, {operands};", write_only_types=[Uint32], read_only_args=list(values))
 
 
 def largest_of(words: list[Any]) -> Any:
@@ -136,13 +91,6 @@ def largest_of(words: list[Any]) -> Any:
 def store_four(address: Any, words: Any) -> None:
     """Four words into shared memory."""
     inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
-
-
-def store_bf16(address: Any, value: Any) -> None:
-    """An FP32 value rounded to BF16."""
-    inline_ptx(
-        "{ .reg .b16 half; cvt.rn.bf16.f32 half, {$r1}; st.global.b16 [{$r0}], half; }", read_only_args=[address, value]
-    )
 
 
 def larger(a: Any, b: Any) -> Any:
@@ -222,7 +170,7 @@ class FewRows:
         marks = cute.make_rmem_tensor((self.passes * self.rounds,), Uint32)
         for turn in cutlass.range_constexpr(self.passes * self.rounds):
             part = self.part(turn // self.rounds, turn % self.rounds, lane)
-            marks[turn] = load_byte(scales + Int64(part[1] * 2 + lane.number % 8 // 4))
+            marks[turn] = ptx.load_byte(scales + Int64(part[1] * 2 + lane.number % 8 // 4))
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         x = given.x + Int64(group) * given.x_group * (1 if self.given == "codes" else 2)
@@ -249,7 +197,7 @@ class FewRows:
         """A lane's 16 inputs of a piece, of outputs ``line`` and ``line + 8``."""
         place = weight + Int64(piece * PIECE + lane.quarter * 16)
         for half in range(2):
-            for index, word in enumerate(weight_pack(place + given.weight_stride * (8 * half))):
+            for index, word in enumerate(ptx.stream_pack(place + given.weight_stride * (8 * half))):
                 words[one * 8 + half * 4 + index] = word
 
     def part(self, turn: int, round_: int, lane: Lane) -> tuple[Any, Any, Any]:
@@ -267,18 +215,15 @@ class FewRows:
         column = piece * PIECE + eighth * 8
         scale = Int32(mark)
         if self.given == "codes":
-            codes = _words("ld.global.v2.u32", x + there * given.x_stride + Int64(column), 2)
-            exponent = Int32(load_byte(given.x_scales + there * given.x_scales_stride + Int64(column // GROUP)))
+            codes = ptx.load_pair(x + there * given.x_stride + Int64(column))
+            exponent = Int32(ptx.load_byte(given.x_scales + there * given.x_scales_stride + Int64(column // GROUP)))
             nan = exponent == Int32(255)
         else:
             taken = ptx.load_pack(x + (there * given.x_stride + Int64(column)) * 2)
             values = [value for word in taken for value in ptx.unpack_bf16(word)]
             most = largest_of([word & Uint32(0x7FFF7FFF) for word in taken])
             if self.given == "a8":
-                most = ptx.minimum(ptx.maximum(most, Float32(A8_FLOOR)), Float32(LARGEST))
-                most = ptx.multiply(most, Float32(A8_RECIPROCAL)).bitcast(Uint32)
-                one_more = Uint32(ptx.choose((most & Uint32(0x7FFFFF)) != Uint32(0), Uint32(1), Uint32(0)))
-                exponent = Int32((most >> Uint32(23)) + one_more)
+                exponent = ptx.a8_exponent(most)
                 inverse = ((Int32(254) - exponent) << Int32(23)).bitcast(Float32)
                 scaled = [ptx.multiply(value, inverse) for value in values]
                 codes = [ptx.pack_e4m3(scaled[:4]), ptx.pack_e4m3(scaled[4:])]
@@ -296,7 +241,7 @@ class FewRows:
             factor = power(largest - Int32(254 + PLAIN_TOP))
         else:
             rest = half_power(both - largest)
-            halves = [_word("mul.rn.f16x2", half, rest) for code in codes for half in halves_of(code)]
+            halves = [_word("mul.rn.f16x2", half, rest) for code in codes for half in ptx.halves_of(code)]
             factor = power(largest - Int32(254))
         bad = Int32(ptx.choose(nan, Int32(1), ptx.choose(scale == Int32(255), Int32(1), Int32(0))))
         bad = bad | Int32(cute.arch.shuffle_sync_bfly(bad, offset=4))
@@ -313,12 +258,12 @@ class FewRows:
         values = []
         for half in range(2):
             chunk = (lane.quarter * 2 + half) ^ (row & Int32(1))
-            values += _words("ld.volatile.shared.v4.u32", line + chunk * 16, 4)
+            values += ptx.load_shared_words(line + chunk * 16, 4)
         sums = [Float32(0.0)] * 4
         for index in range(4):
-            upper, lower = halves_of(words[one * 8 + index]), halves_of(words[one * 8 + 4 + index])
+            upper, lower = ptx.halves_of(words[one * 8 + index]), ptx.halves_of(words[one * 8 + 4 + index])
             a = [upper[0], lower[0], upper[1], lower[1]]
-            sums = product(sums, a, values[2 * index : 2 * index + 2])
+            sums = ptx.product(sums, a, values[2 * index : 2 * index + 2])
         factors = own + self.codes_bytes + place * self.columns * 4
         for column in range(2):
             factor = ptx.load_shared(factors + (lane.quarter * 2 + column) % self.columns * 4)
@@ -341,7 +286,7 @@ class FewRows:
             for warp in cutlass.range_constexpr(self.warps):
                 total = total + ptx.load_shared(shared + (warp * 128 + place) * 4)
             if row < given.rows:
-                store_bf16(given.out + (Int64(row) * given.out_stride + first + Int64(output)) * 2, total)
+                ptx.store_bf16(given.out + (Int64(row) * given.out_stride + first + Int64(output)) * 2, total)
 
 
 # ---------------------------------------------------------------------------------------------- launch

@@ -22,14 +22,8 @@ from quickseek.ops.moe.cute_products import (
     float_of,
     largest_in_warp,
     rounded,
-    store_bf16,
 )
 
-A8_FLOOR = 1e-4
-A8_RECIPROCAL = float.fromhex("0x1.24924ap-9")
-"""FP32 1/448."""
-LARGEST_BITS = 0x7F7FFFFF
-"""FP32's largest value."""
 LOG2_E = 1.4426950408889634
 EARLY_SLOTS = 64
 """Up to so many slots every warp of ``gate_up`` finds its own tile among them, and reads weights before its wait."""
@@ -235,10 +229,7 @@ class GateUpKernel(FewRows):
         value = rounded(ptx.multiply(float_of("div.full", gate, power + Float32(1.0)), up))
         bits = value.bitcast(Uint32) & Uint32(0x7FFFFFFF)
         bits = ptx.choose(bits > Uint32(0x7F800000), Uint32(0), bits)
-        bits = ptx.choose(bits > Uint32(LARGEST_BITS), Uint32(LARGEST_BITS), bits)
-        largest = ptx.maximum(largest_in_warp(bits).bitcast(Float32), Float32(A8_FLOOR))
-        bits = ptx.multiply(largest, Float32(A8_RECIPROCAL)).bitcast(Uint32)
-        exponent = (bits >> Uint32(23)) + ptx.choose((bits & Uint32(0x7FFFFF)) != Uint32(0), Uint32(1), Uint32(0))
+        exponent = Uint32(ptx.a8_exponent(largest_in_warp(bits).bitcast(Float32)))
         inverse = ((Uint32(254) - exponent) << Uint32(23)).bitcast(Float32)
         code = ptx.pack_e4m3([ptx.multiply(value, inverse)] + [Float32(0.0)] * 3)
         line = Int64(record.first + row)
@@ -346,7 +337,7 @@ class DownKernel(FewRows):
                 place = PAIR * pair + row
                 if place < record.count:
                     line = Int64(record.first + place) * (self.outputs * 2)
-                    store_bf16(given.out + line + Int64(tile * LINES + output) * 2, total)
+                    ptx.store_bf16(given.out + line + Int64(tile * LINES + output) * 2, total)
 
 
 def read_record(tiles: Any, item: Any) -> Record:

@@ -56,20 +56,6 @@ class Operand(NamedTuple):
 # ---------------------------------------------------------------------------------------------- instructions
 
 
-def stream_pack(address: Any) -> Any:
-    """16 bytes of a weight, as four words, past the L1 cache; no ``.nc``, which the assembler moves behind a wait."""
-    return inline_ptx(
-        "ld.global.L1::no_allocate.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
-
-
-def weight_byte(address: Any) -> Any:
-    """A byte of a weight's scales in a word."""
-    return inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
-
-
 def copy_or_zero(target: Any, source: Any, size: int, wanted: Any) -> None:
     """Start a copy of 4 or 16 bytes from global into shared memory; zeros where not wanted."""
     cached = "cg" if size == 16 else "ca"
@@ -84,30 +70,8 @@ def await_copies() -> None:
     inline_ptx("cp.async.wait_all;")
 
 
-def shared_words(address: Any, count: int) -> list[Any]:
-    """Two or four words of shared memory, so aligned."""
-    places = ", ".join(f"{{$w{index}}}" for index in range(count))
-    found = inline_ptx(
-        f"ld.volatile.shared.v{count}.u32 {{{places}}}, [{{$r0}}];",
-        write_only_types=[Uint32] * count,
-        read_only_args=[address],
-    )
-    return list(found)
-
-
 def clear_shared_word(address: Any) -> None:
     inline_ptx("st.shared.b32 [{$r0}], 0;", read_only_args=[address])
-
-
-def product(sums: Any, a: Any, b: Any) -> list[Any]:
-    """FP32 sums [16, 8] plus FP16 A [16, 16] times B [16, 8]: the fragments of a lane."""
-    found = inline_ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *sums],
-    )
-    return list(found)
 
 
 def half_pairs(word: Any) -> list[Any]:
@@ -119,17 +83,6 @@ def half_pairs(word: Any) -> list[Any]:
 def _lower_bytes(word: Any) -> Any:
     """Bytes 0 and 2 of a word as the upper bytes of its halves, zeros below."""
     return inline_ptx("prmt.b32 {$w0}, {$r0}, 0, 0x2404;", write_only_types=[Uint32], read_only_args=[word])
-
-
-def halves_of(codes: Any) -> list[Any]:
-    """The four E4M3 values of a word as FP16, in two words."""
-    found = inline_ptx(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
-        "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[codes],
-    )
-    return list(found)
 
 
 def first_bit(word: Any) -> Any:
@@ -152,13 +105,6 @@ def float_of(instruction: str, *values: Any) -> Any:
 def largest_in_warp(word: Any) -> Any:
     """The largest of a warp's unsigned words."""
     return inline_ptx("redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[word])
-
-
-def store_bf16(address: Any, value: Any) -> None:
-    """An FP32 value rounded to BF16."""
-    inline_ptx(
-        "{ .reg .b16 half; cvt.rn.bf16.f32 half, {$r1}; st.global.b16 [{$r0}], half; }", read_only_args=[address, value]
-    )
 
 
 def rounded(value: Any) -> Any:
@@ -209,9 +155,9 @@ class FewRows:
             for half in range(2):
                 output = part * self.apart + half * (LINES // 2)
                 place = (stage * self.parts + part) * 2 + half
-                for word, value in enumerate(stream_pack(codes + output * self.width)):
+                for word, value in enumerate(ptx.stream_pack(codes + output * self.width)):
                     words[4 * place + word] = value
-                marks[place] = weight_byte(scales + output * self.groups)
+                marks[place] = ptx.load_byte(scales + output * self.groups)
 
     def multiply(
         self, words: Any, marks: Any, stage: int, totals: Any, pairs: int, chunk: Any, operand: Operand
@@ -221,9 +167,9 @@ class FewRows:
         # Of many rows the activations are read for each part anew: registers are few.
         for parts in [range(self.parts)] if pairs == 1 else [[part] for part in range(self.parts)]:
             for two in range(2):
-                codes = [shared_words(code + chunk * operand.step + 16 * two, 4) for code in operand.codes]
+                codes = [ptx.load_shared_words(code + chunk * operand.step + 16 * two, 4) for code in operand.codes]
                 for word in range(2):
-                    rows = [halves_of(code[2 * word]) + halves_of(code[2 * word + 1]) for code in codes]
+                    rows = [ptx.halves_of(code[2 * word]) + ptx.halves_of(code[2 * word + 1]) for code in codes]
                     for part in parts:
                         place = 4 * ((stage * self.parts + part) * 2) + 2 * two + word
                         upper, lower = half_pairs(words[place]), half_pairs(words[place + 4])
@@ -231,9 +177,11 @@ class FewRows:
                             a = [upper[turn], lower[turn], upper[turn + 1], lower[turn + 1]]
                             for pair in range(pairs):
                                 b = rows[pair][turn : turn + 2]
-                                sums[part][pair] = product(sums[part][pair], a, b)
+                                sums[part][pair] = ptx.product(sums[part][pair], a, b)
         column = operand.factors + chunk * (CHUNK * self.rows * 4)
-        factors = [[word.bitcast(Float32) for word in shared_words(column + 8 * pair, 2)] for pair in range(pairs)]
+        factors = [
+            [word.bitcast(Float32) for word in ptx.load_shared_words(column + 8 * pair, 2)] for pair in range(pairs)
+        ]
         for part in range(self.parts):
             place = (stage * self.parts + part) * 2
             weights = [scale_bits(marks[place + half], Uint32).bitcast(Float32) for half in range(2)]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 FEW_SLOTS = 512
 """Up to so many (row, expert) pairs each pair has a tile of its own; above, experts have them."""
-MOST_CUTE_SLOTS = 64
+MOST_CUTE_SLOTS = 288
 """Up to so many pairs take the kernels of ``cute.py`` (FEW_SLOTS at most)."""
 TILE_ROWS = ((2, 8), (10, 16))
 """Rows of a tile by the mean rows of an expert: 8 up to 2, 16 up to 10, beyond 64."""
