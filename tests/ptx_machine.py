@@ -1,4 +1,4 @@
-"""Runs the PTX of a kernel on a CPU, all threads of a block in step: what a GPU's compiler is given, without a GPU.
+"""Runs the PTX of a kernel on a CPU, all threads of a grid in step: what a GPU's compiler is given, without a GPU.
 
 Knows the instructions of the kernels that tests run, and raises ``NotImplementedError`` naming any other. Memory is
 checked: an address outside the tensors it was given, or not aligned, is an ``AssertionError``. Tensor-core products
@@ -7,6 +7,7 @@ are summed in float64 and rounded once. Waits for other kernels do nothing.
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,17 +58,19 @@ class Memory:
         return addresses[:, None] - FIRST_ADDRESS + np.arange(size)
 
 
-class Shared(Memory):
-    """A block's shared memory from address 0 on; it starts as garbage."""
+class Shared:
+    """The shared memory of every block, of each from address 0 on; it starts as garbage."""
 
-    def __init__(self, size: int) -> None:
-        self.bytes = np.full(size, 0xFF, np.uint8)
+    def __init__(self, size: int, blocks: int) -> None:
+        self.size = size
+        self.bytes = np.full(size * blocks, 0xFF, np.uint8)
 
-    def places(self, addresses: Values, size: int) -> Values:
+    def places(self, addresses: Values, size: int, blocks: Values) -> Values:
+        """Indices [n, size] of the bytes at some addresses of some blocks."""
         addresses = addresses.astype(np.int64)
         assert (addresses % size == 0).all(), f"an address of {size} bytes is not aligned"
-        assert ((addresses >= 0) & (addresses + size <= len(self.bytes))).all(), "outside of shared memory"
-        return addresses[:, None] + np.arange(size)
+        assert ((addresses >= 0) & (addresses + size <= self.size)).all(), "outside of shared memory"
+        return (addresses + blocks * self.size)[:, None] + np.arange(size)
 
 
 class Program:
@@ -107,12 +110,19 @@ def _split(operands: str) -> list[str]:
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", operands) if part.strip()]
 
 
-class Block:
-    """One block of a launch."""
+class Grid:
+    """All blocks of a launch, of (x, y) of them; they must not depend on each other."""
 
-    def __init__(self, program: Program, memory: Memory, arguments: Sequence[float], block: tuple[int, int]) -> None:
-        self.program, self.memory, self.shared = program, memory, Shared(program.shared_size)
-        self.threads, self.block = program.threads, block
+    def __init__(self, program: Program, memory: Memory, arguments: Sequence[float], size: tuple[int, int]) -> None:
+        blocks = size[0] * size[1]
+        self.program, self.memory, self.shared = program, memory, Shared(program.shared_size, blocks)
+        self.threads = blocks * program.threads
+        self.block = np.repeat(np.arange(blocks), program.threads)
+        self.special = {
+            "%tid.x": np.tile(np.arange(program.threads, dtype=np.uint32), blocks),
+            "%ctaid.x": (self.block % size[0]).astype(np.uint32),
+            "%ctaid.y": (self.block // size[0]).astype(np.uint32),
+        }
         self.registers: dict[str, Values] = {}
         self.parameters = {
             name: np.array([value], TYPES[kind])
@@ -127,7 +137,8 @@ class Block:
         while (self.place < end).any():
             ready = (self.place < end) & ~waiting
             if not ready.any():
-                assert len(set(self.place[waiting])) == 1, "threads wait at different barriers"
+                waits = np.unique(np.stack((self.block[waiting], self.place[waiting])), axis=1)
+                assert len(set(waits[0])) == waits.shape[1], "threads wait at different barriers"
                 self.place[waiting] += 1
                 waiting[:] = False
                 continue
@@ -177,11 +188,8 @@ class Block:
     def constant(self, operand: str, kind: Any) -> Any:
         if operand == self.program.shared_name:
             return 0
-        special = {"%ctaid.x": self.block[0], "%ctaid.y": self.block[1]}
-        if operand in special:
-            return special[operand]
-        if operand == "%tid.x":
-            return np.arange(self.threads, dtype=np.uint32)
+        if operand in self.special:
+            return self.special[operand]
         if operand.startswith("0f"):
             return np.array([int(operand[2:], 16)], np.uint32).view(np.float32)[0]
         number = int(operand, 0)
@@ -197,6 +205,13 @@ class Block:
     def address(self, operand: str) -> Values:
         base, _, offset = operand.strip("[]").partition("+")
         return self.read(base.strip(), np.uint64).astype(np.int64) + int(offset or 0)
+
+    def located(self, operand: str, size: int, threads: Values, shared: bool) -> tuple[Values, Values]:
+        """Bytes of a memory, and indices [n, size] of those at the addresses of the ``threads`` of a mask."""
+        addresses = self.address(operand)[threads]
+        if shared:
+            return self.shared.bytes, self.shared.places(addresses, size, self.block[threads])
+        return self.memory.bytes, self.memory.places(addresses, size)
 
     # ------------------------------------------------------------------------------------------ instructions
 
@@ -244,23 +259,22 @@ class Block:
         if parts[1] == "param":
             self.write(operands[0], self.parameters[operands[1].strip("[]")].view(kind))
             return
-        memory = self.shared if "shared" in parts else self.memory
         targets = _split(operands[0][1:-1]) if operands[0].startswith("{") else [operands[0]]
         size = np.dtype(kind).itemsize * len(targets)
         found = np.zeros((self.threads, size), np.uint8)
-        found[self.mask] = memory.bytes[memory.places(self.address(operands[1])[self.mask], size)]
+        memory, places = self.located(operands[1], size, self.mask, "shared" in parts)
+        found[self.mask] = memory[places]
         for index, target in enumerate(targets):
             value = np.ascontiguousarray(found.view(kind)[:, index])
             self.write(target, value.astype(np.uint32) if size < 4 else value)
 
     def do_st(self, parts: list[str], operands: list[str]) -> None:
         kind = TYPES[parts[-1]]
-        memory = self.shared if "shared" in parts else self.memory
         sources = _split(operands[1][1:-1]) if operands[1].startswith("{") else [operands[1]]
         values = np.stack([self.read(one, kind) for one in sources], 1)
         size = np.dtype(kind).itemsize * len(sources)
-        places = memory.places(self.address(operands[0])[self.mask], size)
-        memory.bytes[places] = values.view(np.uint8).reshape(self.threads, size)[self.mask]
+        memory, places = self.located(operands[0], size, self.mask, "shared" in parts)
+        memory[places] = values.view(np.uint8).reshape(self.threads, size)[self.mask]
 
     def do_cp(self, parts: list[str], operands: list[str]) -> None:
         if "wait_all" in parts:
@@ -269,8 +283,10 @@ class Block:
         assert ((wanted == size) | (wanted == 0)).all()
         copied = self.mask & (wanted == size)
         data = np.zeros((self.threads, size), np.uint8)
-        data[copied] = self.memory.bytes[self.memory.places(self.address(operands[1])[copied], size)]
-        self.shared.bytes[self.shared.places(self.address(operands[0])[self.mask], size)] = data[self.mask]
+        memory, places = self.located(operands[1], size, copied, shared=False)
+        data[copied] = memory[places]
+        memory, places = self.located(operands[0], size, self.mask, shared=True)
+        memory[places] = data[self.mask]
 
     def do_setp(self, parts: list[str], operands: list[str]) -> None:
         kind = TYPES[parts[-1]]
@@ -428,9 +444,9 @@ PLAIN: dict[str, Callable[..., Values]] = {
 """Instructions of one result from operands of one type; ``min`` and ``max`` as in their NaN forms."""
 
 
+_program = cache(Program)
+
+
 def launch(text: str, memory: Memory, arguments: Sequence[float], grid: tuple[int, int]) -> None:
-    """Run every block of a grid (x, y), one after another."""
-    program = Program(text)
-    for y in range(grid[1]):
-        for x in range(grid[0]):
-            Block(program, memory, arguments, (x, y)).run()
+    """Run every block of a grid (x, y)."""
+    Grid(_program(text), memory, arguments, grid).run()

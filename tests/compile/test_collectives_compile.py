@@ -1,16 +1,12 @@
 """The collective kernels compile for Hopper and Blackwell on a machine without a GPU."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prepared_process import lines_of
 
 pytestmark = [
     pytest.mark.compiler,
@@ -24,16 +20,7 @@ ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 def compile_all(architecture: str) -> dict[str, dict[str, Any]]:
     """What each compiled kernel's PTX holds."""
     script = Path(__file__).with_name("collectives_variants.py")
-    environment = os.environ | {"CUTE_DSL_ARCH": architecture}
-    # The compiler leaves the PTX it is asked to keep in the working directory.
-    with tempfile.TemporaryDirectory() as directory:
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            capture_output=True, text=True, env=environment, cwd=directory, timeout=500, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["name"]: line for line in lines}
+    return {line["name"]: line for line in lines_of(script, environment={"CUTE_DSL_ARCH": architecture})}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -67,12 +54,15 @@ def test_an_unknown_architecture_does_not_pass() -> None:
         compile_all("sm_1a")
 
 
-def test_a_group_of_arguments_holds_typed_numbers_only() -> None:
+def test_a_group_of_arguments_holds_typed_numbers_only(tmp_path: Path) -> None:
     """Launchers drop plain numbers within a tuple, so each member must carry its type."""
-    script = (
-        "from quickseek.ops.compiled import typed; from quickseek.ops.collectives.push import Exchange; "
-        "full = typed(Exchange, *range(8)); plain = Exchange(*range(8)); "
-        "print(*(sum(hasattr(one, '__c_pointers__') for one in group) for group in (full, plain)))"
+    script = tmp_path / "typed_numbers.py"
+    script.write_text(
+        "import json\n"
+        "from quickseek.ops.compiled import typed\n"
+        "from quickseek.ops.collectives.push import Exchange\n"
+        "groups = {'full': typed(Exchange, *range(8)), 'plain': Exchange(*range(8))}\n"
+        "typed_of = lambda group: sum(hasattr(one, '__c_pointers__') for one in group)\n"
+        "print(json.dumps({name: typed_of(group) for name, group in groups.items()}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.split() == ["8", "0"], done.stderr[-1000:]
+    assert lines_of(script, environment={}) == [{"full": 8, "plain": 0}]

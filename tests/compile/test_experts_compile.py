@@ -1,17 +1,13 @@
 """The expert kernels in CuTe DSL: they compile for Hopper and Blackwell, and what they compile to is right."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prepared_process import lines_of
 from torch import Tensor
 
 from compare import assert_bits, assert_op
@@ -34,15 +30,8 @@ ORDER = code_place(torch.arange(GROUP))
 @cache
 def compile_all(architecture: str, *arguments: str, script: str = "experts_variants.py") -> dict[str, dict[str, Any]]:
     """What a script beside this file prints, by name."""
-    environment = os.environ | {"CUTE_DSL_ARCH": architecture}
-    # The compiler leaves the PTX it is asked to keep in the working directory.
-    with tempfile.TemporaryDirectory() as directory:
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name(script)), *arguments],
-            capture_output=True, text=True, env=environment, cwd=directory, timeout=500, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    beside = Path(__file__).with_name(script)
+    lines = lines_of(beside, *arguments, environment={"CUTE_DSL_ARCH": architecture})
     return {line["name"]: line for line in lines}
 
 
