@@ -28,6 +28,8 @@ PIECE = 64
 GROUP = 32
 COLUMNS = 8
 """Rows that one product takes."""
+COMPILED_COLUMNS = (1, 2, 4, 6, COLUMNS)
+"""A step of other rows takes the next larger: every number would be compiled for every weight."""
 MOST_PIECES = 10
 """Pieces of a warp: 8 registers each."""
 MOST_INPUTS = 8192
@@ -295,11 +297,8 @@ class FewRows:
 def settings(rows: int, inputs: int) -> dict[str, int]:
     """Columns of products, warps of a block and blocks of a multiprocessor for a weight of ``inputs`` columns."""
     # One H200: more registers a thread pay more than more blocks, and of long weights more warps.
-    return {
-        "columns": rows if rows <= 4 else rows + rows % 2,
-        "warps": 16 if inputs > 4 * MOST_PIECES * PIECE else 4,
-        "blocks": 1,
-    }
+    columns = next(columns for columns in COMPILED_COLUMNS if rows <= columns)
+    return {"columns": columns, "warps": 16 if inputs > 4 * MOST_PIECES * PIECE else 4, "blocks": 1}
 
 
 def fits(x: Tensor, codes: Tensor, outputs: int) -> bool:
