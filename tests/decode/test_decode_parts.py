@@ -164,3 +164,25 @@ def test_refresh_takes_over_weights_that_have_changed():
     fresh = step_of(driver, slot, recorded=True)
     assert differs(fresh, before)
     assert_float64(fresh, step_of(driver, slot, recorded=False))
+
+
+def test_refresh_refuses_weights_that_have_moved_and_names_them():
+    model = build(config_of("tiny"))
+    executor = SpecializedDecode.for_target(model, DecodeConfig())
+    executor.refresh()
+    engram, norm = model.backbone.layers[1].engram, model.draft.norm
+    for owner, name, told in (
+        (engram, "table", "backbone.layers.1.engram.table moved"),
+        (norm, "weight", "draft.norm.weight moved"),
+        (model.head, "weight", "head.weight moved"),
+    ):
+        kept = getattr(owner, name)
+        moved = kept.clone()
+        setattr(owner, name, torch.nn.Parameter(moved, requires_grad=False) if name == "weight" else moved)
+        summed = model.backbone.layers[0].hc_attn.broadcast_fn.clone()
+        model.backbone.layers[0].hc_attn.fn.data.mul_(1.5)
+        with pytest.raises(RuntimeError, match=f"changed in place, .*: {told}"):
+            executor.refresh()
+        assert torch.equal(model.backbone.layers[0].hc_attn.broadcast_fn, summed), "refused, and yet half done"
+        setattr(owner, name, kept)
+    executor.refresh()

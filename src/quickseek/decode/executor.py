@@ -20,6 +20,7 @@ from quickseek.decode.gates import captures_pure_decode as captures_pure_decode
 from quickseek.decode.head import LogitsGather
 from quickseek.decode.layers import LayerPlan, Memory, run_layers
 from quickseek.decode.moe import MoEStep
+from quickseek.decode.places import Places
 from quickseek.decode.requirements import uses_checked_library
 from quickseek.decode.row_shard import RowShard
 from quickseek.decode.streams import SideStreams
@@ -34,7 +35,7 @@ from quickseek.ops import mhc
 from quickseek.ops.collectives import AllReduceMHC
 from quickseek.parallel.fabric import Fabric, LoopbackFabric, SymmetricFabric
 from quickseek.parallel.virtual import VirtualWorld
-from quickseek.parallel.world import World, require_agreement
+from quickseek.parallel.world import World, require_agreement, together
 
 DecodeOutput = Tensor | tuple[Tensor, list[Tensor]]
 """Hidden states [n, H], or these and the auxiliary states in the configured order: what the backbone returns."""
@@ -45,7 +46,7 @@ class SpecializedDecode:
 
     ``lm_head`` gathers its logits through the executor from then on. Raises DecodeUnsupported, naming what it needs,
     for a pipeline stage or an attention that is not the model's own; RankDisagreement when ranks were configured
-    differently. ``runs`` counts the steps that it ran.
+    differently. ``runs`` counts the steps that it ran itself: replays of one that was captured are not among them.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class SpecializedDecode:
             self.gather = LogitsGather(lm_head.weight.shape[0], self.gates.logits_gather, self.world, self.fabric)
         lm_head.gather = self.gather
         self.draft: DraftDecode | None = None
+        self.places = Places(backbone=backbone, head=lm_head)
 
     @classmethod
     def for_target(cls, model: CausalLM, config: DecodeConfig, *, gates: Gates | None = None) -> "SpecializedDecode":
@@ -104,6 +106,7 @@ class SpecializedDecode:
         if model.draft is not None:
             executor.draft = DraftDecode(executor, model.draft) if executor.gates.draft else None
             model.draft.executor, model.draft.markov_head.gather = executor.draft, executor.gather
+            executor.places = Places(backbone=model.backbone, head=model.head, draft=model.draft)
         return executor
 
     def boundary(self, top_k: int) -> BoundaryAllReduce:
@@ -202,7 +205,11 @@ class SpecializedDecode:
     # ------------------------------------------------------------------------------------------ weights
 
     def refresh(self) -> None:
-        """Copy again what was derived from weights, after these have changed. Collective."""
+        """Copy again what was derived from weights, after these have changed in place. Collective.
+
+        RuntimeError names weights that lie elsewhere than when this was built (RankDisagreement where ranks differ).
+        """
+        together(self.world, "refreshing weights", self.places.check)
         self.backbone.finalize_mhc_broadcast_weights()
         if self.embedding is not None:
             self.embedding.refresh()
