@@ -20,7 +20,14 @@ from quickseek import LLM, SamplingParams
 from quickseek.checkpoint.miniature import write_miniature
 from quickseek.cli import app, figures, main
 from quickseek.engine.answer import RequestOutput
-from quickseek.errors import CheckpointError, ConfigError, PromptError, QuickseekError, TokenizerError
+from quickseek.errors import (
+    CheckpointError,
+    ConfigError,
+    DecodeUnsupported,
+    PromptError,
+    QuickseekError,
+    TokenizerError,
+)
 from quickseek.model.causal_lm import CausalLM
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -223,8 +230,38 @@ def test_small_files_are_checked_before_any_weight_is_read(directory: Path, monk
     for options in ({"max_model_len": 1000}, {"num_speculative_tokens": 6}, {"kv_cache_memory_bytes": 1}):
         with pytest.raises(ConfigError):
             LLM(directory, **options)
+    # So is what the specialized decode needs.
+    with pytest.raises(ConfigError, match="decode_paths_off"):
+        LLM(directory, decode_paths_off="sidestream")
+    adaptive = {"num_speculative_tokens": 3, "draft_confidence_threshold": 0.2}
+    with pytest.raises(DecodeUnsupported, match="a fixed number of drafts"):
+        LLM(directory, decode_backend="latency_specialized", **adaptive)
     with pytest.raises(AssertionError, match="weights were read"):
         LLM(directory)
+
+
+@pytest.mark.parametrize("backend", ["stock", "latency_specialized"])
+def test_weights_that_changed_in_place_are_taken_over_by_refresh(directory: Path, backend: str) -> None:
+    changed, built = LLM(directory, decode_backend=backend), LLM(directory, decode_backend=backend)
+    prompt = list(range(20, 50))
+    before = changed.generate(prompt, GREEDY)[0].token_ids
+    # Of the second the weights change before anything is derived from them or kept.
+    for one in (changed, built):
+        with torch.no_grad():
+            one.model.backbone.layers[0].hc_attn.fn.mul_(-3.0)
+            one.model.head.weight.copy_(one.model.head.weight.roll(5, 0))
+    built.model.backbone.finalize_mhc_broadcast_weights()
+    wanted = built.generate(prompt, GREEDY)[0]
+    stale = changed.generate(prompt, GREEDY)[0]
+    assert stale.cached_tokens > 0 and stale.token_ids != wanted.token_ids
+    stream = changed.stream(prompt, GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="while requests are under way"):
+        changed.refresh()
+    stream.close()
+    changed.refresh()
+    fresh = changed.generate(prompt, GREEDY)[0]
+    assert fresh.cached_tokens == 0 and fresh.token_ids == wanted.token_ids != before
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,9 @@ def generate(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     max_model_len: Annotated[int | None, typer.Option(help="Longest context, prompt and answer together.")] = None,
     decode_backend: Annotated[str, typer.Option(help="auto, stock or latency_specialized.")] = "auto",
+    decode_paths_off: Annotated[
+        str, typer.Option(help="Paths of the specialized decode to leave out, separated by commas.")
+    ] = "",
     tensor_parallel_size: Annotated[
         int | None, typer.Option(help="Ranks, one GPU each: 1, or as many as torchrun started.")
     ] = None,
@@ -86,6 +89,7 @@ def generate(
         "max_model_len": max_model_len,
         "num_speculative_tokens": speculative_tokens,
         "decode_backend": decode_backend,
+        "decode_paths_off": decode_paths_off,
         "tensor_parallel_size": ranks,
     }
     question = _Question(prompt, chat, system, thinking, _effort(effort))

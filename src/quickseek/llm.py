@@ -62,6 +62,7 @@ class LLM:
         # What takes a moment to find wrong is read before the weights, which take minutes.
         token_map = together(self.world, "reading the model's small files", lambda: self._read_files(model))
         self._instructions: ToolsInstructions | None = None
+        decode = specialized_decode_config(config, self.config, world=self.world)
         self.model, _ = load_model(
             self._directory,
             numerics_of(config),
@@ -73,7 +74,6 @@ class LLM:
         if token_map is not None:
             self.model.set_token_map(token_map)
         # Before the caches are sized: what the executor keeps counts against the same memory.
-        decode = specialized_decode_config(config, self.config, world=self.world)
         self.executor = None if decode is None else SpecializedDecode.for_target(self.model, decode)
         self.runner = self._runner()
         self._inboxes: dict[str, deque[Update]] = {}
@@ -199,6 +199,20 @@ class LLM:
         """
         with self._lock:
             self.runner.peers.reset()
+            self.runner = self.runner.renewed()
+
+    def refresh(self) -> None:
+        """Go on with weights that were changed in place: what was derived from them is made again, prefixes forgotten.
+
+        Collective. RuntimeError while requests are under way, or for weights of a specialized decode that have moved.
+        """
+        with self._lock:
+            if self._inboxes or not self.runner.idle:
+                raise RuntimeError("weights cannot be refreshed while requests are under way")
+            if self.executor is None:
+                self.model.backbone.finalize_mhc_broadcast_weights()
+            else:
+                self.executor.refresh()
             self.runner = self.runner.renewed()
 
     def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None, progress: bool) -> list[RequestOutput]:

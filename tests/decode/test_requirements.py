@@ -79,9 +79,10 @@ def test_stock_asks_nobody():
 def test_a_backend_or_a_path_that_does_not_exist_is_refused_with_the_ones_that_do():
     with pytest.raises(ConfigError, match="auto, stock, latency_specialized"):
         EngineConfig(decode_backend="fast")
-    config = EngineConfig(decode_paths_off="draft, sidestream")
-    with pytest.raises(ConfigError, match=r"decode_paths_off.*sidestream.*side_stream"):
-        specialized_decode_config(config, MODEL, world=SoloWorld())
+    for backend in ("auto", "stock", "latency_specialized"):
+        config = EngineConfig(decode_paths_off="draft, sidestream", decode_backend=backend)
+        with pytest.raises(ConfigError, match=r"decode_paths_off.*sidestream.*side_stream"):
+            specialized_decode_config(config, MODEL, world=SoloWorld())
     config = EngineConfig(decode_paths_off="draft, side_stream")
     assert specialized_decode_config(config, MODEL, world=SoloWorld()) == DecodeConfig(off=("draft", "side_stream"))
 

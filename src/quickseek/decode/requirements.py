@@ -107,11 +107,11 @@ def specialized_decode_config(
     one DecodeUnsupported ("latency_specialized") or all run stock and rank 0 says why in one line ("auto"). What some
     ranks miss names them. ConfigError for a path of ``decode_paths_off`` that does not exist.
     """
+    paths = tuple(path.strip() for path in config.decode_paths_off.split(",") if path.strip())
+    GATES["cpu"].without(paths)
     if config.decode_backend == "stock":
         return None
     world = default_world() if world is None else world
-    paths = tuple(path.strip() for path in config.decode_paths_off.split(",") if path.strip())
-    GATES["cpu"].without(paths)
     missing = unsupported(config, model, facts)
     if not world.all_reduce_min(int(not missing)):
         needs = _told(world.gather_object(missing))
