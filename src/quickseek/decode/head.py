@@ -21,9 +21,7 @@ class LogitsGather:
     def __init__(self, width: int, max_rows: int, world: World, fabric: Fabric | None = None) -> None:
         self.world, self.fused = world, 0
         capacity = -(-max_rows * width * 4 // 16) * 16
-        self.gather = LamportAllGather(
-            rank_capacity_bytes=capacity, device=world.device, world=world, fabric=fabric
-        )
+        self.gather = LamportAllGather(rank_capacity_bytes=capacity, device=world.device, world=world, fabric=fabric)
 
     def __call__(self, local: Tensor) -> Tensor:
         """[m, V] of this rank's local [m, V / ranks], ranks ascending."""
