@@ -52,8 +52,9 @@ from timeline import Bar, middle, picture
 
 READ_BYTES = 1 << 30
 NEEDS_PEERS = "replicated_embedding"
-TIMEOUT_S = 560.0
 """What cannot be built without them."""
+TIMEOUT_S = 560.0
+"""Of a run with peers."""
 IN_A_ROW = 200
 """Replays that are launched before the host waits."""
 MOST_OF_OTHERS = 1000

@@ -176,7 +176,7 @@ def doctor(
     from quickseek.checkpoint.hub import resolve
     from quickseek.config import EngineConfig, ModelConfig
     from quickseek.decode.gates import FUSED_MHC_MAX_ROWS
-    from quickseek.decode.probes import probes
+    from quickseek.decode.probes import probes, too_few_gpus
     from quickseek.decode.requirements import unsupported
     from quickseek.llm import memory_plan
 
@@ -193,6 +193,8 @@ def doctor(
         typer.echo(f"{'weights:':<24}{weights / (1 << 30):.2f} GiB on disk")
         typer.echo(str(memory_plan(options, config)))
     missing = unsupported(options, config)
+    if device.startswith("cuda") and tensor_parallel_size > 1:
+        missing += too_few_gpus(tensor_parallel_size)
     what = f"specialized decode on {device}, TP {tensor_parallel_size}"
     if missing:
         typer.echo("\n".join([f"{what}: not available, it needs", *(f"  - {line}" for line in missing)]))

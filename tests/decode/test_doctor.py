@@ -38,6 +38,15 @@ def test_every_unmet_need_of_a_gpu_that_is_not_there_is_listed(monkeypatch, tmp_
     assert "Engram tables" not in doctor("--device", "cuda").split("specialized decode")[1]
 
 
+def test_more_ranks_than_gpus_are_an_unmet_need(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "  - 4 GPUs, one for each rank (found 0)" in doctor("--device", "cuda", "--tensor-parallel-size", "4")
+    assert "one for each rank" not in doctor("--device", "cpu", "--tensor-parallel-size", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert probes.too_few_gpus(4) == ["4 GPUs, one for each rank (found 2)"] and probes.too_few_gpus(2) == []
+
+
 def test_a_probe_with_advice_shows_it_below_and_one_without_is_a_single_line():
     assert str(Probe("driver", "570")).splitlines() == ["driver:                 570"]
     assert str(Probe("driver", "none", "install one")).splitlines()[1].strip() == "-> install one"

@@ -96,6 +96,12 @@ def _gpus() -> Iterator[Probe]:
         yield Probe("links", "\n" + _command("nvidia-smi", "topo", "-m"))
 
 
+def too_few_gpus(ranks: int) -> list[str]:
+    """The need that a host with fewer GPUs than ranks leaves unmet, or nothing."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"{ranks} GPUs, one for each rank (found {count})"] if count < ranks else []
+
+
 def _multicast(count: int) -> str:
     """What the driver reports of each GPU; the library of the driver is there whenever torch can use a GPU."""
     try:
