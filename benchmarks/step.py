@@ -51,6 +51,8 @@ from quickseek.parallel.world import SoloWorld, World
 from timeline import Bar, middle, picture
 
 READ_BYTES = 1 << 30
+STEP_PATHS = ("stock", "stock_nccl", "specialized")
+"""Ways to run a step."""
 NEEDS_PEERS = "replicated_embedding"
 """What cannot be built without them."""
 TIMEOUT_S = 560.0
@@ -309,6 +311,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peers", action="store_true", help="all ranks, each a process with a GPU of its own")
     args = parser.parse_args()
+    if problem := unusable(args):
+        parser.error(problem)
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no GPU here")
     if args.peers:
@@ -316,6 +320,22 @@ def main() -> None:
         return
     device = torch.device("cuda", 0)
     run(SoloWorld(device) if args.ranks == 1 else MissingPeers(args.ranks, device), args)
+
+
+def unusable(args: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments, before a model of minutes is made for them; None: nothing."""
+    unknown = set(args.paths.split(",")) - set(STEP_PATHS)
+    if unknown:
+        return f"--paths {args.paths}: expected {', '.join(STEP_PATHS)}"
+    if "stock_nccl" in args.paths.split(",") and not args.peers:
+        return "--paths stock_nccl sums over ranks by NCCL: it needs --peers"
+    switched = [*(args.off or "").split(","), *(change.split("=")[0] for change in args.gates.split(","))]
+    wrong = [path for path in switched if path and path not in PATHS]
+    if wrong:
+        return f"{', '.join(wrong)} in --off or --gates: expected {', '.join(PATHS)}"
+    if args.timeline is not None and not args.timeline.is_dir():
+        return f"--timeline {args.timeline}: expected a folder that exists"
+    return None
 
 
 def changed_gates(device: torch.device, changes: str) -> Gates:
