@@ -7,6 +7,7 @@ import pytest
 
 from quickseek import LLM, SamplingParams
 from quickseek.checkpoint.miniature import write_miniature
+from quickseek.decode.draft import DraftDecode
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.head import LogitsGather
 from quickseek.errors import DecodeUnsupported, RankDisagreement
@@ -95,6 +96,29 @@ def test_a_fault_in_the_executor_changes_tokens(directory, monkeypatch):
     found, _, runs, _ = tokens(SoloWorld(), directory, "auto")
     assert runs > 0 and found != wanted
     assert [answer[0] for answer in found] == [answer[0] for answer in wanted], "prompts run the stock layers"
+
+
+@pytest.mark.parametrize("part", [SpecializedDecode, DraftDecode])
+def test_a_step_that_fails_in_the_executor_ends_its_requests_and_later_ones_are_right(directory, monkeypatch, part):
+    llm = LLM(directory, decode_backend="latency_specialized", num_speculative_tokens=3, **OPTIONS)
+    original, calls = part.run, []
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        calls.append(part)
+        if len(calls) == 3:
+            raise RuntimeError("planted")
+        return out
+
+    monkeypatch.setattr(part, "run", failing)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    failed = [output for output in outputs if output.error is not None]
+    assert failed and all("planted" in output.error for output in failed)
+    for output, wanted in zip(outputs, stock_tokens(directory), strict=True):
+        assert output.token_ids == wanted[: len(output.token_ids)]
+        assert (output.finish_reason == "error") == (len(output.token_ids) < len(wanted))
+    assert llm.executor is not None and llm.executor.streams.open == []
+    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == stock_tokens(directory)
 
 
 def test_prompts_never_reach_the_executor(directory, monkeypatch):

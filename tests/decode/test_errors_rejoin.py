@@ -19,6 +19,7 @@ from quickseek.decode.moe import MoEStep
 from quickseek.decode.streams import SideStreams
 from quickseek.engine.graphs import EagerGraphs
 from quickseek.model.attention import Attention
+from quickseek.model.backbone import DeepseekV4Model
 from quickseek.model.engram import Engram
 from quickseek.model.hyper_connections import HyperConnections
 from quickseek.model.moe import MixtureOfExperts
@@ -28,6 +29,7 @@ from quickseek.parallel.world import World
 
 PARTS: list[tuple[type, str, int]] = [
     (SpecializedDecode, "embed", 1),
+    (DeepseekV4Model, "share", 1),
     (EngramPrefetch, "lookup", 1),
     (EngramPrefetch, "start", 1),
     (EngramPrefetch, "forward", 2),
@@ -46,6 +48,8 @@ PARTS: list[tuple[type, str, int]] = [
     (HyperConnections, "forward", 1),
     (HyperConnections, "forward", 7),
     (AttentionStep, "run", 3),
+    (Attention, "latents", 3),
+    (Attention, "select", 5),
     (Attention, "write_global", 3),
     (Attention, "attended", 5),
     (Attention, "keep_window", 5),
