@@ -23,6 +23,10 @@ from quickseek.numerics import Numerics
 FLOAT64 = Numerics.exact(torch.float64)
 
 
+FEW_ITERATIONS = {"hc_sinkhorn_iters": 2}
+"""For comparisons of steps that do the same to each token: iterations of its mixes take an eighth of a step's time."""
+
+
 def config_of(name: str = "tiny", **changes: Any) -> ModelConfig:
     """A miniature configuration with some keys changed."""
     return replace(miniature_config(name), **changes)

@@ -46,7 +46,12 @@ def test_confidence_reads_the_state_before_the_last_norm(exact_model: CausalLM) 
         )
 
 
-@pytest.mark.parametrize("sizes", [(1,) * 200, (17, 1, 64, 3, 33, 2, 80)], ids=["token by token", "chunks"])
+@pytest.mark.parametrize(
+    "sizes",
+    # Single tokens from the first to past every border (48 positions of candidates), and after a long chunk.
+    [(*(1,) * 52, 124, *(1,) * 24), (17, 1, 64, 3, 33, 2, 80)],
+    ids=["token by token", "chunks"],
+)
 def test_decoding_in_pieces_is_the_full_forward(
     exact_model: CausalLM, exact_runs: dict[int, Run], sizes: tuple[int, ...]
 ) -> None:

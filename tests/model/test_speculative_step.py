@@ -4,7 +4,7 @@ Drafts are forced: the first n are the tokens that plain decode is given, the re
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -13,27 +13,48 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compare import assert_float64
-from model_helpers import Driver, Selections, assert_state_equal, differs, exact_model, prompt, recorded_selections
+from model_helpers import (
+    FEW_ITERATIONS,
+    Driver,
+    Selections,
+    assert_state_equal,
+    config_of,
+    differs,
+    exact_model,
+    prompt,
+    recorded_selections,
+)
 from quickseek.model import state as state_module
 
 DRAFTS = 5
 LENGTH = 96
 SEEDS = (0, 1, 2)
+CONFIG = config_of(**FEW_ITERATIONS)
 
 State = dict[str, Tensor]
 
 
-@lru_cache
+@cache
+def plain_decodes() -> dict[int, tuple[Tensor, list[State], Selections]]:
+    """``plain_decode`` of all seeds, which take their steps together."""
+    driver = Driver(exact_model(CONFIG), max_length=LENGTH)
+    slots = {driver.state.acquire(): seed for seed in SEEDS}
+    logits = {slot: list[Tensor]() for slot in slots}
+    states = {slot: [driver.visible(slot)] for slot in slots}
+    selections: Selections = {}
+    with recorded_selections(driver.model, selections, list(slots)):
+        for place in range(LENGTH):
+            found = driver.feed({slot: prompt(LENGTH, seed)[place].view(1) for slot, seed in slots.items()})
+            for slot in slots:
+                logits[slot].append(found[slot])
+                states[slot].append(driver.visible(slot))
+    own = {slot: {(k[0], 0, k[2]): v for k, v in selections.items() if k[1] == slot} for slot in slots}
+    return {seed: (torch.cat(logits[slot]), states[slot], own[slot]) for slot, seed in slots.items()}
+
+
 def plain_decode(seed: int) -> tuple[Tensor, list[State], Selections]:
     """Logits [LENGTH, V], the visible state after 0..LENGTH tokens, and selections, one token a step."""
-    driver = Driver(exact_model(), max_length=LENGTH)
-    slot = driver.state.acquire()
-    logits, states, selections = [], [driver.visible(slot)], Selections()
-    with recorded_selections(driver.model, selections):
-        for token in prompt(LENGTH, seed):
-            logits.append(driver.feed({slot: token.view(1)})[slot])
-            states.append(driver.visible(slot))
-    return torch.cat(logits), states, selections
+    return plain_decodes()[seed]
 
 
 def verify_rows(ids: Tensor, length: int, accepted: int, drafts: int = DRAFTS) -> Tensor:
@@ -54,17 +75,23 @@ def verify(driver: Driver, steps: dict[int, tuple[int, int]]) -> dict[int, Tenso
 
 def test_a_draft_of_any_length_leaves_plain_decode_unchanged_at_every_prompt_length() -> None:
     logits, states, selections = plain_decode(0)
-    driver = Driver(exact_model(), max_requests=DRAFTS + 1, max_length=LENGTH)
-    # 1 and 2 are shorter than the look-back; 34 is past window, list, candidate pool and the rings' own length.
-    for length in range(1, 35):
-        accepts = {driver.state.acquire(): accepted for accepted in range(DRAFTS + 1)}
-        driver.feed({slot: prompt(length) for slot in accepts})
+    together = 5
+    driver = Driver(exact_model(CONFIG), max_requests=together * (DRAFTS + 1), max_length=LENGTH)
+    # 1 and 2 are shorter than the look-back; 35 is past window, list, candidate pool and the rings' own length.
+    for first in range(1, 36, together):
+        cases = {
+            driver.state.acquire(): (length, accepted)
+            for length in range(first, first + together)
+            for accepted in range(DRAFTS + 1)
+        }
+        driver.feed({slot: prompt(length) for slot, (length, _) in cases.items()})
         seen: Selections = {}
-        with recorded_selections(driver.model, seen, list(accepts)):
-            found = verify(driver, {slot: (0, accepted) for slot, accepted in accepts.items()})
-        ends = {slot: length + accepted + 1 for slot, accepted in accepts.items()}
+        with recorded_selections(driver.model, seen, list(cases)):
+            found = verify(driver, {slot: (0, accepted) for slot, (_, accepted) in cases.items()})
+        ends = {slot: length + accepted + 1 for slot, (length, accepted) in cases.items()}
         for slot, end in ends.items():
-            what = f"{accepts[slot]} accepted at length {length}"
+            length, accepted = cases[slot]
+            what = f"{accepted} accepted at length {length}"
             assert_float64(found[slot], logits[length:end], what)
             chosen = {(k[0], 0, k[2]): v for k, v in seen.items() if k[1] == slot and k[2] < end}
             assert chosen == {k: v for k, v in selections.items() if length <= k[2] < end}, what
@@ -73,16 +100,17 @@ def test_a_draft_of_any_length_leaves_plain_decode_unchanged_at_every_prompt_len
         for more in range(2):
             after = driver.feed({slot: prompt(LENGTH)[end + more].view(1) for slot, end in ends.items()})
             for slot, end in ends.items():
-                what = f"token {more} after {accepts[slot]} accepted at length {length}"
+                length, accepted = cases[slot]
+                what = f"token {more} after {accepted} accepted at length {length}"
                 assert_float64(after[slot], logits[end + more : end + more + 1], what)
-        for slot in accepts:
+        for slot in cases:
             driver.release(slot)
 
 
 def test_every_pair_of_steps_leaves_plain_decode_unchanged() -> None:
     logits, states, _ = plain_decode(1)
     for first in range(DRAFTS + 1):
-        driver = Driver(exact_model(), max_requests=DRAFTS + 1, max_length=LENGTH)
+        driver = Driver(exact_model(CONFIG), max_requests=DRAFTS + 1, max_length=LENGTH)
         slots = {driver.state.acquire(): second for second in range(DRAFTS + 1)}
         driver.feed({slot: prompt(LENGTH, 1)[:15] for slot in slots})
         verify(driver, dict.fromkeys(slots, (1, first)))
@@ -117,13 +145,13 @@ def run_long(accepts: Sequence[Sequence[int]], driver: Driver) -> None:
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(st.lists(st.tuples(*[st.integers(0, DRAFTS)] * 3), min_size=8, max_size=40))
 def test_any_accept_counts_in_a_long_batched_run_leave_plain_decode_unchanged(accepts: list[tuple[int, ...]]) -> None:
-    run_long(accepts, Driver(exact_model(), max_length=LENGTH))
+    run_long(accepts, Driver(exact_model(CONFIG), max_length=LENGTH))
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3, 7])
 def test_other_numbers_of_drafts_up_to_the_slack_of_the_rings_work_too(drafts: int) -> None:
     logits, states, _ = plain_decode(2)
-    driver = Driver(exact_model(), max_length=LENGTH)
+    driver = Driver(exact_model(CONFIG), max_length=LENGTH)
     slot = driver.state.acquire()
     driver.feed({slot: prompt(LENGTH, 2)[:13]})
     for accepted in [*range(drafts + 1), *range(drafts + 1)]:
@@ -137,7 +165,7 @@ def test_other_numbers_of_drafts_up_to_the_slack_of_the_rings_work_too(drafts: i
 
 
 def test_a_verify_step_beside_plain_decode_and_a_prompt_changes_neither() -> None:
-    driver = Driver(exact_model(), max_length=LENGTH)
+    driver = Driver(exact_model(CONFIG), max_length=LENGTH)
     slots = {driver.state.acquire(): seed for seed in SEEDS}
     (a, b, c) = slots
     driver.feed({a: prompt(LENGTH, 0)[:20], b: prompt(LENGTH, 1)[:11]})
@@ -161,7 +189,7 @@ def test_a_verify_step_beside_plain_decode_and_a_prompt_changes_neither() -> Non
 @pytest.mark.parametrize("off_by", [-1, 1])
 def test_committing_one_row_too_few_or_too_many_is_noticed(off_by: int) -> None:
     logits, states, _ = plain_decode(0)
-    driver = Driver(exact_model(), max_length=LENGTH)
+    driver = Driver(exact_model(CONFIG), max_length=LENGTH)
     slot = driver.state.acquire()
     driver.feed({slot: prompt(20)})
     driver.run({slot: verify_rows(prompt(LENGTH), 20, 2)})
@@ -174,12 +202,12 @@ def test_committing_one_row_too_few_or_too_many_is_noticed(off_by: int) -> None:
 def test_rings_without_slack_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "SLACK", 0)
     with pytest.raises(AssertionError):
-        run_long([(0, 0, 0), (1, 1, 1), (0, 2, 0)] * 4, Driver(exact_model(), max_length=LENGTH))
+        run_long([(0, 0, 0), (1, 1, 1), (0, 2, 0)] * 4, Driver(exact_model(CONFIG), max_length=LENGTH))
 
 
 def test_a_wrong_token_among_the_accepted_ones_is_noticed() -> None:
     logits, _, _ = plain_decode(0)
-    driver = Driver(exact_model(), max_length=LENGTH)
+    driver = Driver(exact_model(CONFIG), max_length=LENGTH)
     slot = driver.state.acquire()
     driver.feed({slot: prompt(20)})
     found = driver.run({slot: verify_rows(prompt(LENGTH), 20, 2)})[slot]

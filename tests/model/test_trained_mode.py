@@ -49,7 +49,7 @@ def values(driver: Driver, slot: int) -> dict[str, Tensor]:
     return decoded
 
 
-@pytest.mark.parametrize("chunks", [[LENGTH], [25, 1, 1, 6, 1, 26], [1] * LENGTH])
+@pytest.mark.parametrize("chunks", [[LENGTH], [25, 1, 1, 6, 1, 26], [*[1] * 26, 34]])
 def test_packed_caches_equal_plain_caches_of_fake_quantised_values_to_the_bit(
     models: dict[Numerics, CausalLM], chunks: list[int]
 ) -> None:
@@ -74,9 +74,7 @@ def test_drafts_from_packed_rings_equal_those_from_plain_rings(models: dict[Nume
         context, last = driver.state.draft_context([slot])
         model = driver.model
         assert model.draft is not None and model.backbone.embed is not None
-        proposed.append(
-            model.draft.propose(torch.tensor([217]), last, model.backbone.embed, model.head, context)
-        )
+        proposed.append(model.draft.propose(torch.tensor([217]), last, model.backbone.embed, model.head, context))
     assert_bits(proposed[0].logits, proposed[1].logits)
     assert_bits(proposed[0].confidence, proposed[1].confidence)
     assert torch.equal(proposed[0].tokens, proposed[1].tokens)
