@@ -18,6 +18,7 @@ Prints a JSON line for each step and path.
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -218,6 +219,18 @@ def graph_us(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
     return sorted(times)
 
 
+def host_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Median microseconds that the host spends on a replay and an event behind it, the GPU idle before."""
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        graph.replay()
+        torch.cuda.Event().record()
+        times.append((time.perf_counter() - begun) * 1e6)
+    return sorted(times)[count // 2]
+
+
 @contextmanager
 def summed_by_nccl(world: World, active: bool) -> Iterator[None]:
     """Sums over ranks by NCCL's all-reduce inside, if ``active``."""
@@ -277,6 +290,7 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
         "experts": sum(experts),
         "launches": len(bars),
         "decide_us": round(graph_us(decide, replays)[replays // 2], 1),
+        "host_us": round(host_us(graph, min(replays, IN_A_ROW)), 1),
     }, bars
 
 

@@ -73,7 +73,7 @@ class LLM:
         )
         if token_map is not None:
             self.model.set_token_map(token_map)
-        # Before the caches are sized: what the executor keeps counts against the same memory.
+        # Before the caches: the executor's mailboxes and copies stay as long as the weights do.
         self.executor = None if decode is None else SpecializedDecode.for_target(self.model, decode)
         self.runner = self._runner()
         self._inboxes: dict[str, deque[Update]] = {}
