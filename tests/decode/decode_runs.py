@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from compare import assert_float64
-from model_helpers import FLOAT64, Driver, config_of, forward, logical_weights, prompt, token_map, visible_state
+from model_helpers import (
+    FEW_ITERATIONS,
+    FLOAT64,
+    Driver,
+    config_of,
+    forward,
+    logical_weights,
+    prompt,
+    token_map,
+    visible_state,
+)
 from quickseek.config import DecodeConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.gates import Gates
@@ -118,7 +128,7 @@ def both(
     """A rank's pair of runs of a changed tiny-tp; picklable."""
     torch.set_num_threads(1)
     with torch.inference_mode():
-        model = build(config_of("tiny-tp", **(changes or {})), world)
+        model = build(config_of("tiny-tp", **FEW_ITERATIONS | (changes or {})), world)
         stock = decode_all(model, False, shapes)
         executor = SpecializedDecode.for_target(model, DecodeConfig(off=off), gates=gates)
         found = decode_all(model, True, shapes)

@@ -12,6 +12,8 @@ from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import SoloWorld
 
 FEW = ((1,), (6, 2, 1))
+GATED = ((1,), (6, 2, 1), (6, 6, 4), (6, 6, 5), (6,) * 8)
+"""Steps on both sides of every gate: 1, 9, 16, 17 and 48 rows, the last of eight requests."""
 WITHOUT_ENGRAM = {"engram_layer_ids": (), "engram_num_embeddings": ()}
 
 
@@ -21,7 +23,7 @@ def assert_taken(pair: Pair, shapes: int, draft: bool = True) -> None:
     assert pair.open == []
 
 
-@pytest.mark.parametrize(("ranks", "shapes", "changes"), [(2, BORDERS, {}), (4, BORDERS, {}), (2, FEW, WITHOUT_ENGRAM)])
+@pytest.mark.parametrize(("ranks", "shapes", "changes"), [(2, BORDERS, {}), (4, GATED, {}), (2, FEW, WITHOUT_ENGRAM)])
 def test_every_degree_gives_the_stock_models_logits_at_every_gate_border(ranks, shapes, changes):
     pairs = spawn(both, ranks, shapes, changes, timeout_s=400)
     for pair in pairs:
