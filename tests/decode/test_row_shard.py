@@ -52,9 +52,9 @@ class Run:
 @contextmanager
 def selections_of(into: list[Selected]) -> Iterator[None]:
     """Add one entry a step, of what was published by the time each index source attends."""
-    original = Attention.attend
+    original = Attention.attended
 
-    def attend(self: Attention, latent: Tensor, kv: Tensor, shared: Any, context: ForwardContext) -> Tensor:
+    def attended(self: Attention, latent: Tensor, kv: Tensor, shared: Any, context: ForwardContext) -> Tensor:
         if self.indexer is not None:
             layer = self.indexer.layer
             if layer == 2:
@@ -64,11 +64,11 @@ def selections_of(into: list[Selected]) -> Iterator[None]:
                 into[-1][f"candidates {layer}"] = shared.candidates.sort(-1).values
         return original(self, latent, kv, shared, context)
 
-    Attention.attend = attend  # type: ignore[method-assign]
+    Attention.attended = attended  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Attention.attend = original  # type: ignore[method-assign]
+        Attention.attended = original  # type: ignore[method-assign]
 
 
 def run(model: CausalLM, recorded: bool, shapes: Sequence[Sequence[int]], shard: RowShard | None) -> Run:
