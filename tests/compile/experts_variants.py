@@ -3,14 +3,11 @@
 With ``ptx`` as argument: the miniatures alone, and their PTX, for a test to run.
 """
 
-import json
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from kept_ptx import ptx_of
-from triton_launches import chain_order
+from kept_ptx import tell
 
 from quickseek.ops.moe.cute import (
     DOWN_ARGUMENTS,
@@ -57,18 +54,5 @@ def miniatures() -> Iterator[tuple[str, Any, Any]]:
     yield "down 224 672 4", DownKernel(224, 672, rows=4, warps=2, each=3, depth=3, blocks=1), DOWN_ARGUMENTS
 
 
-def main() -> None:
-    small = sys.argv[1:] == ["ptx"]
-    for name, kernel, arguments in miniatures() if small else released():
-        text, target = ptx_of(kernel, arguments)
-        found = {
-            "name": name,
-            "target": target,
-            "order": chain_order(text),
-            "constant": text.count("ld.global.nc"),
-        }
-        print(json.dumps(found | ({"ptx": text} if small else {})), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    tell(released(), miniatures())

@@ -3,17 +3,15 @@
 With ``ptx`` as argument: the miniatures alone, and their PTX, for a test to run.
 """
 
-import json
-import sys
 from collections.abc import Iterator
+from typing import Any
 
-from kept_ptx import ptx_of
-from triton_launches import chain_order
+from kept_ptx import tell
 
 from quickseek.ops.linear.cute import ARGUMENTS, FewRows, settings
 
 
-def released() -> Iterator[tuple[str, FewRows]]:
+def released() -> Iterator[tuple[str, Any, Any]]:
     """What a rank of TP 4 multiplies: latents, queries, both output projections, the shared expert."""
     for name, inputs, given in (
         ("latents", 5120, "a8"),
@@ -23,31 +21,17 @@ def released() -> Iterator[tuple[str, FewRows]]:
         ("shared down", 576, "codes"),
     ):
         for rows in (1, 6):
-            yield f"{name}, {rows} rows", FewRows(inputs, given, **settings(rows, inputs))
+            yield f"{name}, {rows} rows", FewRows(inputs, given, **settings(rows, inputs)), ARGUMENTS
 
 
-def miniatures() -> Iterator[tuple[str, FewRows]]:
+def miniatures() -> Iterator[tuple[str, Any, Any]]:
     """Small sizes whose pieces do not come out even, named by inputs, form of the inputs and columns."""
     for given in ("a8", "plain", "codes"):
         for inputs, warps in ((64, 4), (320, 2)):
             for columns in (1, 2, 6, 8):
-                yield f"{inputs} {given} {columns}", FewRows(inputs, given, columns, warps, 1)
-    yield "5120 a8 8", FewRows(5120, "a8", 8, 8, 1)
-
-
-def main() -> None:
-    small = sys.argv[1:] == ["ptx"]
-    for name, kernel in miniatures() if small else released():
-        text, target = ptx_of(kernel, ARGUMENTS)
-        found = {
-            "name": name,
-            "target": target,
-            "order": chain_order(text),
-            "constant": text.count("ld.global.nc"),
-            "passes": kernel.passes,
-        }
-        print(json.dumps(found | ({"ptx": text} if small else {})), flush=True)
+                yield f"{inputs} {given} {columns}", FewRows(inputs, given, columns, warps, 1), ARGUMENTS
+    yield "5120 a8 8", FewRows(5120, "a8", 8, 8, 1), ARGUMENTS
 
 
 if __name__ == "__main__":
-    main()
+    tell(released(), miniatures())
