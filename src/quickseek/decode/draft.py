@@ -55,11 +55,12 @@ class DraftDecode:
         return DraftStep(replace(step_gates(rows, self.executor), context=context), self)
 
     def run(self, step: DecodeStep, x: Tensor, shared: BlockShared) -> Tensor:
-        """Collapsed states [n, H] after the last stage; side work is joined on every path."""
-        self.boundaries.all_reduce.reset()
-        try:
-            streams, pre, _ = run_layers(self.plans, self.boundaries, step, x, shared)
-        finally:
-            self.executor.streams.join()
-        self.runs += 1
-        return mhc.collapse(streams, pre)
+        """Collapsed states [n, H] after the last stage; side work is joined on every path, and ranks fail as one."""
+        with self.executor.world.as_one("a draft pass of the specialized decode"):
+            self.boundaries.all_reduce.reset()
+            try:
+                streams, pre, _ = run_layers(self.plans, self.boundaries, step, x, shared)
+            finally:
+                self.executor.streams.join()
+            self.runs += 1
+            return mhc.collapse(streams, pre)

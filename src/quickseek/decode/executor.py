@@ -164,43 +164,45 @@ class SpecializedDecode:
 
         ``streams`` [n, hc, H]: copies of x, from the replicated embedding; None: made here. ``engram_hashes`` int64
         [n, Engram layers, columns]. ``engram_mask`` bool [n]: rows of image spans, which take no n-gram memory. Side
-        work is joined on every path, an error included. ValueError when the rows are not those of the context.
+        work is joined on every path, an error included; ranks fail as one (``World.as_one``). ValueError when the rows
+        are not those of the context.
         """
         backbone, context = self.backbone, step.context
         assert context is not None and backbone.norm is not None
         if not x.shape[0] == step.rows == context.rows.positions.shape[0]:
             raise ValueError(f"{x.shape[0]} rows of input: the context describes {context.rows.positions.shape[0]}")
-        self.boundaries.all_reduce.reset()
-        mask = torch.zeros_like(input_ids, dtype=torch.bool) if engram_mask is None else engram_mask
-        shared = backbone.share(context, mask)
-        memory = None
-        try:
-            if engram_hashes is not None:
-                memory = Memory(self.engram, mask)
-                self.engram.lookup(engram_hashes)
-                if step.engram_prefetch:
-                    self.engram.start(step.rows)
-            final, pre, aux = run_layers(
-                self.plans,
-                self.boundaries,
-                step,
-                x.to(backbone.numerics.dtype),
-                shared,
-                streams=streams,
-                memory=memory,
-                aux_layers=backbone.aux_hidden_state_layers,
-            )
-        finally:
-            self.engram.join()
-            self.streams.join()
-        self.runs += 1
-        hidden: Tensor = backbone.norm(mhc.collapse(final, pre))
-        wanted = backbone.aux_hidden_state_layers
-        if not wanted:
-            return hidden
-        if backbone.config.num_hidden_layers in wanted:
-            aux[backbone.config.num_hidden_layers] = mhc.stream_mean(final)
-        return hidden, [aux[layer] for layer in wanted]
+        with self.world.as_one("a step of the specialized decode"):
+            self.boundaries.all_reduce.reset()
+            mask = torch.zeros_like(input_ids, dtype=torch.bool) if engram_mask is None else engram_mask
+            shared = backbone.share(context, mask)
+            memory = None
+            try:
+                if engram_hashes is not None:
+                    memory = Memory(self.engram, mask)
+                    self.engram.lookup(engram_hashes)
+                    if step.engram_prefetch:
+                        self.engram.start(step.rows)
+                final, pre, aux = run_layers(
+                    self.plans,
+                    self.boundaries,
+                    step,
+                    x.to(backbone.numerics.dtype),
+                    shared,
+                    streams=streams,
+                    memory=memory,
+                    aux_layers=backbone.aux_hidden_state_layers,
+                )
+            finally:
+                self.engram.join()
+                self.streams.join()
+            self.runs += 1
+            hidden: Tensor = backbone.norm(mhc.collapse(final, pre))
+            wanted = backbone.aux_hidden_state_layers
+            if not wanted:
+                return hidden
+            if backbone.config.num_hidden_layers in wanted:
+                aux[backbone.config.num_hidden_layers] = mhc.stream_mean(final)
+            return hidden, [aux[layer] for layer in wanted]
 
     # ------------------------------------------------------------------------------------------ weights
 

@@ -15,7 +15,7 @@ class LogitsGather:
     """Gathers shards [m, V / ranks] of ``width`` columns to [m, V]; up to ``max_rows`` rows by ``LamportAllGather``.
 
     Others take the gather of the world. The choice reads shape and dtype alone, so that ranks agree. Construction and
-    calls are collective.
+    calls are collective; ranks fail as one (``World.as_one``).
     """
 
     def __init__(self, width: int, max_rows: int, world: World, fabric: Fabric | None = None) -> None:
@@ -25,8 +25,9 @@ class LogitsGather:
 
     def __call__(self, local: Tensor) -> Tensor:
         """[m, V] of this rank's local [m, V / ranks], ranks ascending."""
-        if local.dtype not in WORD_DTYPES or not self.gather.accepts(local):
-            return self.world.all_gather(local, dim=-1)
-        self.fused += 1
-        gathered = self.gather(local).unflatten(0, (self.gather.world_size, local.shape[0]))
-        return gathered.movedim(0, -2).flatten(-2)
+        with self.world.as_one("the gather of logits"):
+            if local.dtype not in WORD_DTYPES or not self.gather.accepts(local):
+                return self.world.all_gather(local, dim=-1)
+            self.fused += 1
+            gathered = self.gather(local).unflatten(0, (self.gather.world_size, local.shape[0]))
+            return gathered.movedim(0, -2).flatten(-2)

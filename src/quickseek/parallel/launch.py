@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from quickseek.errors import QuickseekError, RankFailure, WorldError
+from quickseek.parallel.faults import PeersLost
 from quickseek.parallel.world import DistributedWorld, SoloWorld, World, default_world, set_default_world
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -33,6 +34,8 @@ GRACE_S = 3.0
 """How long the other ranks get to report, once one has failed, before they are ended."""
 TRACE_S = 2.0
 """How long a rank that hangs gets to write down where it is."""
+WAITING = r"[/\\](torch[/\\]distributed[/\\]|quickseek[/\\]parallel[/\\](world|faults)\.py)"
+"""Where a rank waits for its peers."""
 PATIENCE_S = 7 * 86400.0
 """How long a collective waits where nobody set a limit: a rank that fails ends its peers before."""
 NOT_BEGUN = """\
@@ -125,9 +128,10 @@ def spawn(
     ``function``, ``args`` and results are pickled; ``function`` must be importable, and a script calls ``spawn`` below
     ``if __name__ == "__main__":``. ``world`` is also the process default of its rank. Never hangs: when a rank raises,
     dies or is not done after ``timeout_s`` (None: it may take as long as it likes), all are ended and RankFailure
-    names it, with the traceback of every rank that left one. Of ranks that are not done it names one that does not
-    wait in a collective, if there is one. Its cause is the rank's error, if that was a QuickseekError, OSError or
-    NotImplementedError. The ranks end with this process, and on Ctrl-C. WorldError if GPUs are missing.
+    names it, with the traceback of every rank that left one. Peers that wait for a rank that raised or died get
+    PeersLost. Of ranks that are not done it names one that does not wait in a collective, if there is one. Its cause is
+    the rank's error, if that was a QuickseekError, OSError or NotImplementedError. The ranks end with this process, and
+    on Ctrl-C. WorldError if GPUs are missing.
     """
     if size < 1:
         raise WorldError(f"cannot spawn {size} ranks: expected at least one")
@@ -176,6 +180,7 @@ class _Rank:
         self.value: Any = None
         self.report = ""
         self.cause: Exception | None = None
+        self.blamed = rank
 
     @property
     def began(self) -> bool:
@@ -194,7 +199,7 @@ class _Rank:
         if self.outcome == "result":
             self.value = payload
         else:
-            self.report, self.cause = payload
+            self.report, self.cause, self.blamed = payload
 
     def trace(self) -> str:
         """Where every thread of a rank that hangs is now, most recent call first."""
@@ -234,13 +239,13 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
                     failed.append(one)
     if not failed and not waiting:
         return [one.value for one in ranks]
-    # A rank that died breaks its peers' connections: their errors follow from its own.
-    failed.sort(key=lambda one: one.outcome != "died")
+    # A rank that failed or died breaks its peers' collectives: their errors follow from its own.
+    failed.sort(key=lambda one: (one.outcome != "died", one.blamed != one.rank))
     lines = [f"rank {one.rank} {one.report}" for one in failed]
     if any(one.outcome == "died" and not one.began for one in failed):
         lines.append(NOT_BEGUN)
     if failed:
-        raise RankFailure(failed[0].rank, "\n".join(lines)) from failed[0].cause
+        raise RankFailure(failed[0].blamed, "\n".join(lines)) from failed[0].cause
     traced = [(one.rank, trace, in_collective(trace)) for one in waiting for trace in [one.trace()]]
     traced.sort(key=lambda one: one[2])
     for rank, trace, waits in traced:
@@ -250,12 +255,12 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
 
 
 def in_collective(trace: str) -> bool:
-    """Whether the main thread of a faulthandler trace, its last, waits inside torch.distributed.
+    """Whether the main thread of a faulthandler trace, its last, waits inside torch.distributed or a world over it.
 
     A rank that waits on its GPU for a collective launched before is not noticed.
     """
     newest = re.search(r"^ +File (.*)", trace.rstrip().split("\n\n")[-1], re.MULTILINE)
-    return newest is not None and re.search(r"[/\\]torch[/\\]distributed[/\\]", newest[1]) is not None
+    return newest is not None and re.search(WAITING, newest[1]) is not None
 
 
 def _trace_file(folder: Path, rank: int) -> Path:
@@ -276,6 +281,7 @@ def _run_rank(
     with _traceable(_trace_file(Path(folder), rank)):
         let_go = _watch(pipe)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        world: World | None = None
         try:
             if sys.platform == "linux":
                 # All ranks are on this host, whose own name need not resolve.
@@ -286,7 +292,10 @@ def _run_rank(
             # Plain pickle copies tensors into the message: shared handles would die with this process.
             message = pickle.dumps(("result", function(world, *args)))
         except BaseException as error:
-            message = pickle.dumps(("raised", (f"raised:\n{traceback.format_exc()}", _told(error))))
+            if world is not None:
+                world.give_up(error)
+            blamed = error.ranks[0] if isinstance(error, PeersLost) and rank not in error.ranks else rank
+            message = pickle.dumps(("raised", (f"raised:\n{traceback.format_exc()}", _told(error), blamed)))
         pipe.send_bytes(message)
         # Peers may still be reading what this rank sent them: leave only when all are done.
         let_go.wait()
@@ -310,6 +319,8 @@ def _watch(pipe: Connection) -> threading.Event:
 
 def _told(error: BaseException) -> Exception | None:
     """An error that a user can act on, as a plain one with its text: not every error can be unpickled."""
+    if isinstance(error, PeersLost) and error.__cause__ is not None:
+        return _told(error.__cause__)
     for kind in (QuickseekError, OSError, NotImplementedError):
         if isinstance(error, kind):
             return kind(str(error))

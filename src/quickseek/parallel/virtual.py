@@ -192,6 +192,9 @@ class VirtualWorld(World):
         fabric.turns = self
         return fabric
 
+    def _failed(self, what: str, error: Exception) -> None:
+        self._meet(f"failed in {what}: {type(error).__name__}: {error}")
+
     def _meet(self, *what: Any, value: Any = None) -> list[Any]:
         return self._turns.meet(self.rank, what, value)
 

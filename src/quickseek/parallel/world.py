@@ -2,21 +2,30 @@
 
 Passed explicitly to everything that talks to peers; ``None`` anywhere means ``default_world()``. The host side of
 every decision that ranks share goes through ``all_reduce_min`` and ``gather_object``; ``require_agreement`` and
-``together`` turn what goes wrong on one rank into the same error on all. ``parallel/launch.py`` makes worlds.
+``together`` turn what goes wrong on one rank into the same error on all, ``World.as_one`` what goes wrong between
+collectives. ``parallel/launch.py`` makes worlds.
 """
 
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quickseek.errors import RankDisagreement, WorldError
+from quickseek.errors import CollectiveTimeout, RankDisagreement, WorldError
+from quickseek.parallel.faults import FaultBoard, PeersLost
 
 T = TypeVar("T")
+
+LOOK_S = 0.2
+"""Between two looks of a rank that waits in a collective at whether its peers have failed."""
 
 _default: "World | None" = None
 
@@ -57,6 +66,29 @@ class World(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+
+    @contextmanager
+    def as_one(self, what: str) -> Iterator[None]:
+        """Inside, ranks fail as one: an Exception that all raise alike, after as many collectives, is each rank's own;
+        of any other all raise PeersLost, which names ranks and causes (virtual ranks: their run ends).
+
+        Costs nothing without an exception. A CollectiveTimeout passes: peers hear of it by the watchdog.
+        """
+        try:
+            yield
+        except CollectiveTimeout:
+            raise
+        except Exception as error:
+            self._failed(what, error)
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank ends with ``error``: peers that wait for it need not wait longer. Not collective."""
+        return
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Return if all ranks failed alike."""
+        return
 
     def check_source(self, source: int) -> None:
         """WorldError unless ``source`` is one of the ranks."""
@@ -111,7 +143,8 @@ class DistributedWorld(World):
     """A torch.distributed group: gloo for CPU tensors and host values, NCCL for CUDA tensors.
 
     ``group`` carries tensors, ``host_group`` (gloo) host values; both hold the same ranks, and None means the
-    whole process group. Several worlds can live in one process group.
+    whole process group. Several worlds can live in one process group. Whoever waits over gloo for a rank that failed
+    (``as_one``, ``give_up``) or ended gets PeersLost, and from then on all do.
     """
 
     def __init__(
@@ -126,33 +159,94 @@ class DistributedWorld(World):
         self.host_group = host_group if host_group is not None else group
         self.device = torch.device(device)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.calls = 0
+        self._polled = dist.get_backend(group) == "gloo"
+        self.faults = FaultBoard(_own_keys(group), self.rank, self.size)
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        sent = _bytes(x)
-        parts = [torch.empty_like(sent) for _ in range(self.size)]
-        dist.all_gather(parts, sent, group=self.group)
+        parts = self._gathered(_bytes(x), self.group, self._polled)
         return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         self.check_source(source)
         sent = _bytes(x)
-        dist.broadcast(sent, group=self.group, group_src=source)
+
+        def start(async_op: bool) -> Any:
+            return dist.broadcast(sent, group=self.group, group_src=source, async_op=async_op)
+
+        self._carry("a broadcast", start, self._polled)
         if sent.data_ptr() != x.data_ptr():
             x.copy_(sent.view(x.dtype).view(x.shape))
         return x
 
     def all_reduce_min(self, value: int) -> int:
         tensor = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.host_group)
+
+        def start(async_op: bool) -> Any:
+            return dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.host_group, async_op=async_op)
+
+        self._carry("a minimum over host values", start, True)
         return int(tensor.item())
 
     def gather_object(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.host_group)
-        return gathered
+        sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(one) for one in self._gathered(torch.tensor([sent.numel()]), self.host_group, True)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: sent.numel()] = sent
+        parts = self._gathered(padded, self.host_group, True)
+        return [pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
 
     def barrier(self) -> None:
         self.all_reduce_min(0)
+
+    def give_up(self, error: BaseException) -> None:
+        self.faults.give_up(f"{type(error).__name__}: {error}")
+
+    def _failed(self, what: str, error: Exception) -> None:
+        try:
+            self.faults.agree(self.calls, f"in {what}: {type(error).__name__}: {error}")
+        except PeersLost as lost:
+            raise lost from error
+
+    def _gathered(self, sent: Tensor, group: dist.ProcessGroup | None, polled: bool) -> list[Tensor]:
+        """Every rank's ``sent``."""
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        self._carry("an all-gather", lambda a: dist.all_gather(parts, sent, group=group, async_op=a), polled)
+        return parts
+
+    def _carry(self, what: str, start: Callable[[bool], Any], polled: bool) -> None:
+        """Run a collective. ``polled``: over gloo, on the host, with an eye on the peers."""
+        self.faults.check()
+        self.calls += 1
+        if not polled:
+            start(False)
+            return
+        work = start(True)
+        while not self._arrived(work, what):
+            self.faults.look(self.calls)
+        self.faults.met()
+
+    def _arrived(self, work: Any, what: str) -> bool:
+        """Wait for a moment; PeersLost if the connections to peers have failed."""
+        with suppress(RuntimeError):
+            return bool(work.wait(timedelta(seconds=LOOK_S)))
+        if not work.is_completed():
+            return False
+        try:
+            return bool(work.wait())
+        except RuntimeError as error:
+            raise self.faults.broken(what, error) from error
+
+
+_boards: Counter[str] = Counter()
+
+
+def _own_keys(group: dist.ProcessGroup | None) -> Any:
+    """Keys of the ranks' store for the next world of a group: ranks make their worlds in the same order."""
+    name = f"quickseek {dist.get_process_group_ranks(group)}"
+    _boards[name] += 1
+    store = dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d.PrefixStore(f"{name} {_boards[name]}", store)
 
 
 def _bytes(x: Tensor) -> Tensor:
