@@ -344,7 +344,14 @@ def test_engine_options_have_defaults_that_run_on_a_cpu() -> None:
     engine = EngineConfig()
     assert (engine.device, engine.tensor_parallel_size, engine.decode_backend) == ("cpu", 1, "auto")
     assert EngineConfig(device="cuda:1", draft_confidence_threshold=0, max_model_len=100).max_model_len == 100
-    assert DecodeConfig().autotune and DecodeConfig().jit_warmup
+    assert [EngineConfig(device=device).warms_up for device in ("cpu", "cuda:1")] == [False, True]
+    assert EngineConfig(jit_warmup=True).warms_up and not EngineConfig(device="cuda", jit_warmup=False).warms_up
+
+
+def test_tuning_at_start_is_refused_by_name() -> None:
+    assert not DecodeConfig().autotune
+    with pytest.raises(NotImplementedError, match="autotune"):
+        DecodeConfig(autotune=True)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,9 @@ def generate(
     tensor_parallel_size: Annotated[
         int | None, typer.Option(help="Ranks, one GPU each: 1, or as many as torchrun started.")
     ] = None,
+    jit_warmup: Annotated[
+        bool | None, typer.Option(help="Compile everything before the first answer; as it is, on a GPU.")
+    ] = None,
 ) -> None:
     """Generate text, written to the terminal as it comes, and a closing line of figures."""
     if (prompt is None) == (chat is None):
@@ -91,6 +94,7 @@ def generate(
         "decode_backend": decode_backend,
         "decode_paths_off": decode_paths_off,
         "tensor_parallel_size": ranks,
+        "jit_warmup": jit_warmup,
     }
     question = _Question(prompt, chat, system, thinking, _effort(effort))
     if ranks == 1:

@@ -375,7 +375,7 @@ def _is_count(value: Any) -> bool:
 def _is_option(value: Any, annotation: Any) -> bool:
     """Whether a value has the type of its field; an integer stands for a number, a truth value for neither."""
     if isinstance(value, bool) or annotation is bool:
-        return isinstance(value, bool) and annotation is bool
+        return isinstance(value, bool) and bool in (annotation, *get_args(annotation))
     return isinstance(value, int | float) if annotation is float else isinstance(value, annotation)
 
 
@@ -391,14 +391,22 @@ DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Settings of the specialized decode (spec/api.md): tune kernels at start, and compile them before serving.
+    """Settings of the specialized decode (spec/api.md).
 
+    ``jit_warmup``: run every kind of step before serving (``EngineConfig.jit_warmup`` decides it in an ``LLM``).
     ``off``: names of paths that are not to be taken (decode/gates.py).
+    ``autotune``, a name of the published settings, is off: no kernel is tuned at start. Their shapes are functions of
+    rows and sizes, measured beforehand (decode/gates.py, the launches in ops/), so that all ranks launch alike.
+    NotImplementedError for True.
     """
 
-    autotune: bool = True
+    autotune: bool = False
     jit_warmup: bool = True
     off: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.autotune:
+            raise NotImplementedError("DecodeConfig.autotune: kernels have shapes that were measured beforehand")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,7 +428,8 @@ class EngineConfig:
     ``draft_confidence_threshold``: verify only drafts whose cumulative confidence reaches it (0: all); its batches are
     paced by the host. ``guard_pools`` puts canaries around the caches and checks them after each step.
     ``rank_check_interval``: engine ticks after which ranks compare a hash of what they decided (0: never; a check is a
-    round of messages between the hosts).
+    round of messages between the hosts). ``jit_warmup``: run every kind of step once at start, so that nothing is
+    compiled while serving; None: on a GPU.
     """
 
     device: str = "cpu"
@@ -444,6 +453,12 @@ class EngineConfig:
     draft_confidence_threshold: float = 0.0
     guard_pools: bool = False
     rank_check_interval: int = 0
+    jit_warmup: bool | None = None
+
+    @property
+    def warms_up(self) -> bool:
+        """``jit_warmup`` with None decided: a CPU compiles nothing."""
+        return self.device.startswith("cuda") if self.jit_warmup is None else self.jit_warmup
 
     @property
     def resolved_mode(self) -> str:

@@ -1,26 +1,28 @@
 """``LLM``: the offline door. A checkpoint directory in, text out."""
 
+import gc
 import hashlib
 import json
 import logging
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quickseek.checkpoint.hub import resolve
-from quickseek.config import EngineConfig, ModelConfig
+from quickseek.compilation import COMPILATION, Compilation
+from quickseek.config import DecodeConfig, EngineConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.requirements import specialized_decode_config
 from quickseek.engine.answer import RequestOutput
 from quickseek.engine.plan import MemoryPlan
 from quickseek.engine.request import Request
-from quickseek.engine.runner import Runner, RunnerOptions, Update
+from quickseek.engine.runner import EngineClosed, Runner, RunnerOptions, Update
 from quickseek.errors import ConfigError, PromptError
 from quickseek.model.causal_lm import load_model
 from quickseek.numerics import Numerics
@@ -43,7 +45,8 @@ class LLM:
 
     ``model``: a checkpoint directory, or a hub repository "owner/name". ``world``: the ranks, each with an LLM of its
     own that does what the others do; None: the ranks that were spawned, or torchrun's, or this process alone.
-    ``options``: the fields of ``EngineConfig``; an unknown one is a TypeError.
+    ``options``: the fields of ``EngineConfig``; an unknown one is a TypeError. As a context manager it is closed at the
+    end of the block.
     """
 
     def __init__(self, model: str | Path, *, world: World | None = None, **options: Any) -> None:
@@ -62,7 +65,19 @@ class LLM:
         # What takes a moment to find wrong is read before the weights, which take minutes.
         token_map = together(self.world, "reading the model's small files", lambda: self._read_files(model))
         self._instructions: ToolsInstructions | None = None
+        self._inboxes: dict[str, deque[Update]] = {}
+        self._lock = threading.RLock()
         decode = specialized_decode_config(config, self.config, world=self.world)
+        COMPILATION.watch_triton()
+        kernels, seconds = COMPILATION.kernels, COMPILATION.seconds
+        with COMPILATION.start_up():
+            self._build(decode, token_map)
+        told = COMPILATION.kernels - kernels, COMPILATION.seconds - seconds
+        logger.info("ready: %d kernels were compiled, which took %.1f s", *told)
+
+    def _build(self, decode: DecodeConfig | None, token_map: Tensor | None) -> None:
+        """Load the weights and make all that runs on them."""
+        config = self.engine_config
         self.model, _ = load_model(
             self._directory,
             numerics_of(config),
@@ -74,10 +89,16 @@ class LLM:
         if token_map is not None:
             self.model.set_token_map(token_map)
         # Before the caches: the executor's mailboxes and copies stay as long as the weights do.
-        self.executor = None if decode is None else SpecializedDecode.for_target(self.model, decode)
+        self.executor = None
+        if decode is not None:
+            decode = replace(decode, jit_warmup=config.warms_up)
+            self.executor = SpecializedDecode.for_target(self.model, decode)
         self.runner = self._runner()
-        self._inboxes: dict[str, deque[Update]] = {}
-        self._lock = threading.RLock()
+
+    @property
+    def compilation(self) -> Compilation:
+        """How many kernels this process has compiled so far, and how long that took."""
+        return COMPILATION
 
     def _read_files(self, model: str | Path) -> Tensor | None:
         """Read configuration and tokenizer and check the options against them; the compressed ids, if any are used."""
@@ -112,6 +133,7 @@ class LLM:
             confidence=config.draft_confidence_threshold,
             guarded=config.guard_pools,
             rank_check_interval=config.rank_check_interval,
+            warm_up=config.warms_up if self.executor is None else self.executor.config.jit_warmup,
         )
         # Whatever changes a row of a cache is part of a cached prefix's name.
         facts = [str(self._directory.resolve()), self.config.to_dict(), str(self.model.numerics), config.decoder_replay]
@@ -192,12 +214,59 @@ class LLM:
         for update in self._updates(self._requests([list(prompt_ids)], sampling_params)):
             yield update.text, update.output
 
+    # ------------------------------------------------------------------------------------------ its end
+
+    def close(self) -> None:
+        """End what serves from it, and free weights, caches, graphs and mailboxes; nothing to do a second time.
+
+        Every rank closes, and waits for its peers before it frees what they can store into, unless one of them is known
+        to be lost. Whatever is asked of it afterwards raises EngineClosed; streams that are under way do, too.
+        """
+        self._close(wait=True)
+
+    def _close(self, wait: bool) -> None:
+        # Not under the lock: a driver's thread may be in a step of its own, which ends first.
+        self.runner.close_drivers()
+        with self._lock:
+            if self.runner.closed:
+                return
+            lost = self.runner.peers.error() is not None
+            self._inboxes.clear()
+            try:
+                self.runner.close()
+                if wait and not lost:
+                    self.world.barrier()
+            finally:
+                del self.model, self.executor
+                # Modules and executor refer to each other.
+                gc.collect()
+                if self.world.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error the peers may be anywhere, and would not come.
+        self._close(wait=kind is None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Only what is not there is looked for here.
+            if name in ("model", "executor"):
+                raise EngineClosed(f"{name}: this LLM was closed, or its start failed")
+            raise AttributeError(f"LLM has no attribute {name!r}")
+
+    # ------------------------------------------------------------------------------------------ after a fault
+
     def reset(self) -> None:
         """Serve again after a ``CollectiveTimeout``: every mailbox is emptied, requests and prefixes are forgotten.
 
         Collective: each rank calls it once it has raised, or has ended what it ran.
         """
         with self._lock:
+            self._check_open()
             self.runner.peers.reset()
             self.runner = self.runner.renewed()
 
@@ -207,6 +276,7 @@ class LLM:
         Collective. RuntimeError while requests are under way, or for weights of a specialized decode that have moved.
         """
         with self._lock:
+            self._check_open()
             if self._inboxes or not self.runner.idle:
                 raise RuntimeError("weights cannot be refreshed while requests are under way")
             if self.executor is None:
@@ -225,6 +295,7 @@ class LLM:
 
     def _requests(self, prompts: Sequence[list[int]], params: SamplingParams | None) -> list[Request]:
         """Requests of all prompts, checked before any of them runs."""
+        self._check_open()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is a {type(params).__name__}: expected one SamplingParams for all")
@@ -261,6 +332,7 @@ class LLM:
     def _take(self, runner: Runner, live: Collection[str]) -> list[Update]:
         """The updates of some requests that have come, of one step more if there are none."""
         with self._lock:
+            self._check_open()
             if runner is not self.runner:
                 raise RuntimeError("a step that this request was part of was interrupted")
             if not any(self._inboxes[request_id] for request_id in live):
@@ -270,6 +342,10 @@ class LLM:
                 taken += self._inboxes[request_id]
                 self._inboxes[request_id].clear()
             return taken
+
+    def _check_open(self) -> None:
+        if self.runner.closed:
+            raise EngineClosed("this LLM was closed")
 
     def _step(self) -> None:
         try:

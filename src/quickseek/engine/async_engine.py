@@ -38,6 +38,8 @@ class AsyncEngine:
     """
 
     def __init__(self, runner: Runner) -> None:
+        if runner.closed:
+            raise EngineDead("the engine was closed")
         self._runner = runner
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._wake, self._closing = threading.Event(), False
@@ -45,6 +47,7 @@ class AsyncEngine:
         self._lock, self._stopped = threading.Lock(), False
         self._streams: dict[str, Post] = {}
         self._dead: BaseException | None = None
+        runner.drivers.add(self)
         self._thread = threading.Thread(target=self._work, name="quickseek-engine", daemon=True)
         self._thread.start()
 

@@ -264,7 +264,8 @@ class Cycle:
             count=self.drafts,
             choose=choose if sampled else None,
         )
-        tokens = self.model.world.broadcast(proposed.tokens)
+        # How many drafts are verified may depend on the confidence.
+        tokens, confidence = self._told(proposed.tokens, proposed.confidence)
         state.drafts[slots] = tokens
         # Filled by index: assigning a number would copy it from the host, which a graph cannot hold.
         state.draft_counts.index_fill_(0, slots, self.drafts)
@@ -276,5 +277,12 @@ class Cycle:
             state.draft_ids[slots, :, 0] = tokens
             state.draft_chances.index_fill_(0, slots, 0.0)
             state.draft_chances[:, :, 0].index_fill_(0, slots, 1.0)
-        # How many drafts are verified may depend on it.
-        return tokens, self.model.world.broadcast(proposed.confidence)
+        return tokens, confidence
+
+    def _told(self, tokens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Integers [B, n] and floating-point numbers [B, m] as rank 0 has them, in one broadcast."""
+        if self.model.world.size == 1:
+            return tokens, numbers
+        told = torch.cat((tokens, numbers.to(torch.float64).view(torch.int64)), 1)
+        tokens, bits = self.model.world.broadcast(told).split((tokens.shape[1], numbers.shape[1]), 1)
+        return tokens.contiguous(), bits.contiguous().view(torch.float64).to(numbers.dtype)

@@ -1,11 +1,13 @@
 """The runner: carries out what the scheduler says, one tick after the other, and reads results one cycle late."""
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +29,22 @@ from quickseek.engine.scheduler import Scheduler, SchedulerLimits
 from quickseek.engine.slot_state import SlotState
 from quickseek.engine.staging import Staging
 from quickseek.engine.tick import PrefillChunk, Restore, Tick
+from quickseek.engine.warm_up import WarmUp
+from quickseek.errors import QuickseekError
 from quickseek.model.causal_lm import CausalLM
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.tokenizer import Tokenizer
+
+
+class EngineClosed(QuickseekError, RuntimeError):
+    """An engine was asked for something after it was closed."""
+
+
+class Closeable(Protocol):
+    """What steps a runner from a thread of its own."""
+
+    def close(self) -> None:
+        """Return once it steps no more; nothing to do if it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +55,7 @@ class RunnerOptions:
     ``guarded``: canaries around every pool, checked after each step. ``graphs``: replay decode steps from CUDA graphs
     on a GPU. ``approximate_prefix``: reuse full blocks without a snapshot by replaying a window (spec/model.md 9),
     which is not exact. ``rank_check_interval``: ticks after which ranks compare what they decided (0: never).
+    ``warm_up``: run every kind of step once (engine/warm_up.py).
     """
 
     max_num_batched_tokens: int = 2048
@@ -51,6 +67,7 @@ class RunnerOptions:
     guarded: bool = False
     graphs: bool = True
     rank_check_interval: int = 0
+    warm_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +123,10 @@ class _Batch:
 
 
 class Runner:
-    """Requests in, updates out. ``step`` runs one tick; every rank runs the same ticks in the same order."""
+    """Requests in, updates out. ``step`` runs one tick; every rank runs the same ticks in the same order.
+
+    ``drivers``: what steps it from other threads, to be closed before it is. Not usable after ``close``: EngineClosed.
+    """
 
     def __init__(
         self,
@@ -121,6 +141,8 @@ class Runner:
         self.config, self.drafts, self._identity = model.config, plan.num_speculative_tokens, identity
         self._compiler: GrammarCompiler | None = None
         self._compiling = threading.Lock()
+        self.drivers: weakref.WeakSet[Closeable] = weakref.WeakSet()
+        self.closed = False
         self._begin()
         self._use_device(model.world.device)
         self.pools = Pools(
@@ -139,6 +161,9 @@ class Runner:
         self.peers = Peers.of(model)
         self._readbacks = readbacks_from(self.pools.device)
         self.graphs = self._capture() if options.graphs and self.pools.device.type == "cuda" else None
+        if options.warm_up:
+            # Behind the captures: each gives back the memory that PyTorch had kept for eager steps.
+            self._warm_up()
 
     def _begin(self) -> None:
         """Everything that the host knows of requests, while there is none."""
@@ -170,9 +195,38 @@ class Runner:
         What host and device knew of requests no longer agrees. Memory and graphs are taken over: there may be no room
         for others, and nothing is left in them that a request reads before it has written it.
         """
+        self._check_open()
         runner = copy(self)
         runner._begin()
         return runner
+
+    def close(self) -> None:
+        """Close ``drivers``, wait for the device, and let go of model, caches and graphs; nothing to do a second time.
+
+        Requests that are under way are dropped. Each rank closes by itself.
+        """
+        self.close_drivers()
+        if self.closed:
+            return
+        self.closed, device = True, self.pools.device
+        self._begin()
+        try:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        finally:
+            if self.peers.watchdog is not None:
+                self.peers.watchdog.close()
+            # The graphs first: their pool may hold what the others point at.
+            del self.graphs, self.cycle, self.state, self.pools, self._readbacks, self.peers, self.model, self.decisions
+
+    def close_drivers(self) -> None:
+        """End all that steps this runner from other threads."""
+        for driver in list(self.drivers):
+            driver.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineClosed("this engine was closed: build another LLM")
 
     def _capture(self) -> CudaGraphs:
         """The graphs of decode steps whose requests choose greedily or by sampling and ask for nothing else."""
@@ -182,6 +236,16 @@ class Runner:
         for decision in graphs.decisions:
             self._readbacks.reserve(_Results(decision, self.peers.flag))
         return graphs
+
+    def _warm_up(self) -> None:
+        options = self.options
+        WarmUp(
+            self.cycle,
+            most_requests=self.plan.max_num_seqs,
+            most_tokens=options.max_num_batched_tokens,
+            replays=options.approximate_prefix,
+            paced=self.drafts > 0 and options.confidence > 0,
+        ).run()
 
     @staticmethod
     def _use_device(device: torch.device) -> None:
@@ -193,6 +257,7 @@ class Runner:
 
     def add(self, request: Request) -> None:
         """Queue a request; PromptError or ConfigError if it can never run."""
+        self._check_open()
         request.params.check_vocabulary(self.config.vocab_size)
         self.compile_grammar(request.params)
         answer = Answer(request, self.tokenizer, self._compiler)
@@ -232,6 +297,7 @@ class Runner:
         ``CollectiveTimeout``, before any token of the first void step is given out, when a peer did not come: then
         nothing of any request goes on, and ``renewed`` runners raise it too until ``peers.reset()``.
         """
+        self._check_open()
         self._use_device(self.pools.device)
         if not self._unread:
             self.peers.check()

@@ -79,6 +79,11 @@ class SlotState:
             self.prompt_seen[slot].index_fill_(0, prompt, True)
             self.output_counts[slot].index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
+    def of(self, slot: int) -> list[Tensor]:
+        """All that is known of ``slot``, where it lies."""
+        tables = (self.anchors, self.drafts, self.draft_ids, self.draft_chances, self.finished)
+        return [table[slot] for table in (*tables, self._integers, self._floats, self.output_counts, self.prompt_seen)]
+
     # ------------------------------------------------------------------------------------------ what rows ask for
 
     def penalties(self, slots: Tensor, drafts: Tensor) -> Penalties:

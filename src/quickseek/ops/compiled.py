@@ -9,6 +9,8 @@ from cuda.bindings import driver
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
+from quickseek.compilation import COMPILATION
+
 Group = TypeVar("Group", bound=tuple[Any, ...])
 Arguments = Sequence[str | type[tuple[Any, ...]]]
 """The arguments of a kernel before the stream: a letter for each, a(ddress or other 64-bit integer), i(nt32), f(loat),
@@ -23,7 +25,7 @@ def compiled(kernel: type, arguments: Arguments, device: torch.device, **configu
     """The launcher of ``kernel(**configuration)``, compiled on first use for the device's architecture."""
     key = (kernel, arguments, torch.cuda.get_device_capability(device), *sorted(configuration.items()))
     if key not in _compiled:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), COMPILATION.timed(f"{kernel.__module__}.{kernel.__name__}"):
             _compiled[key] = compile_kernel(kernel(**configuration), arguments)
     return _compiled[key]
 
