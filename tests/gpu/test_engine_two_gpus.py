@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine_cases import CLOSE_CALL, OWN_SHARE, behind_the_best, reference_of, written
-from quickseek.errors import CollectiveTimeout, RankFailure
+from launched_ranks import Orders, run_ranks
+from quickseek.errors import CollectiveTimeout
 from quickseek.llm import LLM
 from quickseek.ops.collectives import AllReduceMHC, LamportAllGather
 from quickseek.parallel.launch import spawn
@@ -22,6 +23,10 @@ OPTIONS: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2, "max_mod
 OPTIONS |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
 PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 120)]
 CYCLES = int(os.environ.get("QUICKSEEK_CYCLES", "1000"))
+LIMIT_S, STALL_S = 5.0, 12.0
+"""How long collectives wait for a peer, and how long one stays away."""
+EXIT_S = 30.0
+"""For a process that has raised to end, its GPU's context with it."""
 
 
 def serve(world: World, directory: str, backend: str, drafts: int) -> dict[str, Any]:
@@ -65,25 +70,31 @@ def test_ranks_take_the_same_tokens_and_the_reference_could_have(tmp_path: Path,
     assert behind_the_best(model, PROMPTS, [answer[::-1] for answer in first["tokens"]]).max() > CLOSE_CALL
 
 
-def die(world: World, directory: str) -> None:
-    """Rank 1 ends without a word in the middle of its answers."""
-    llm = LLM(directory, world=world, decode_backend="latency_specialized", **OPTIONS)
-    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    for number, _ in enumerate(llm.stream(PROMPTS[0], params)):
-        if number == 20 and world.rank == 1:
-            os._exit(9)
-
-
-def test_a_rank_that_dies_ends_the_other_with_a_message_that_names_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dead", "drafts"), [(1, 0), (1, 3), (0, 3)])
+def test_a_rank_whose_peer_is_killed_raises_an_error_that_names_it_and_ends(
+    tmp_path: Path, dead: int, drafts: int
+) -> None:
+    """As under torchrun, where no parent ends the survivor; tests/decode/test_survivors.py has the same on a CPU."""
     pytest.importorskip("cutlass")
-    directory = written(tmp_path, "tiny-tp")
-    begun = time.monotonic()
-    with pytest.raises(RankFailure, match="rank 1"):
-        spawn(die, 2, str(directory), device="cuda", timeout_s=120)
-    assert time.monotonic() - begun < 110
+    options = OPTIONS | {"decode_backend": "latency_specialized", "num_speculative_tokens": drafts}
+    orders = Orders(str(written(tmp_path, "tiny-tp")), dead, most=400, wait_s=LIMIT_S, options=options)
+    ranks = run_ranks(tmp_path, 2, orders, LIMIT_S + EXIT_S)
+    gone, survivor = ranks[dead], ranks[1 - dead]
+    print(survivor.code, survivor.tokens, survivor.after_s, survivor.error[-2000:])
+    assert gone.code == -9 and gone.tokens >= 20, gone.error
+    assert survivor.code == 1 and survivor.after_s < LIMIT_S + EXIT_S, survivor.error
+    assert not survivor.done and 20 <= survivor.tokens < 400
+    assert survivor.last_words.startswith("quickseek.errors.CollectiveTimeout: ")
+    assert survivor.last_words.endswith(f"missing source ranks: {dead}")
 
 
-LIMIT_S, STALL_S = 5.0, 12.0
+def test_ranks_of_which_none_is_killed_answer_in_full(tmp_path: Path) -> None:
+    """Negative control: what ends a rank is the end of its peer."""
+    pytest.importorskip("cutlass")
+    options = OPTIONS | {"decode_backend": "latency_specialized"}
+    orders = Orders(str(written(tmp_path, "tiny-tp")), None, most=400, wait_s=LIMIT_S, options=options)
+    for one in run_ranks(tmp_path, 2, orders, LIMIT_S + EXIT_S):
+        assert (one.code, one.tokens, one.done) == (0, 400, True), one.error
 
 
 def stall(world: World, directory: str, drafts: int) -> dict[str, Any]:

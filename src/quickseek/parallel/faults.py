@@ -12,8 +12,8 @@ from typing import Any
 
 AGREE_S = 10.0
 """How long a rank that failed waits for peers to fail alike, unless they are known to wait for it."""
-SETTLE_S = 1.0
-"""How long after a broken connection the end of its process may take to be seen."""
+SETTLE_S = 5.0
+"""How long after a broken connection its process may take to end."""
 POLL_S = 0.02
 
 

@@ -88,9 +88,9 @@ def _environment_world(device: torch.device, timeout_s: float) -> World:
     rank, size, local_rank = (int(values[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if size == 1:
         return SoloWorld(device)
-    # Gloo's threads end the process with an abort when the interpreter leaves before they do.
-    atexit.register(_disconnect)
-    return _connect("env://", rank, size, device, local_rank, timeout_s)
+    world = _connect("env://", rank, size, device, local_rank, timeout_s)
+    atexit.register(_leave, world)
+    return world
 
 
 def _connect(method: str, rank: int, size: int, device: torch.device, local_rank: int, timeout_s: float) -> World:
@@ -109,6 +109,15 @@ def _require_gpus(count: int) -> None:
     found = torch.cuda.device_count()
     if found < count:
         raise WorldError(f"the ranks need {count} GPUs on this host: torch {torch.__version__} finds {found}")
+
+
+def _leave(world: World) -> None:
+    """End a rank with its interpreter; peers that wait for one that ends on an error hear of it."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        world.give_up(error)
+    # Gloo's threads end the process with an abort when the interpreter leaves before they do.
+    _disconnect()
 
 
 def _disconnect() -> None:
