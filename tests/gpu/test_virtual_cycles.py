@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from compare import LogitDistance, assert_bits, assert_model, logit_distance
-from engine_cases import CLOSE_CALL, OWN_SHARE, behind_the_best, reference_of, written
+from engine_cases import CLOSE_CALL, OWN_SHARE, written
+from judging import judged
 from quickseek.engine.graphs import CudaGraphs
 from quickseek.engine.request import Request, Status
 from quickseek.errors import RankFailure
 from quickseek.llm import LLM
-from quickseek.model.causal_lm import CausalLM
 from quickseek.ops.cache import SCRATCH
 from quickseek.parallel.virtual import VirtualWorld, run_virtual
 from quickseek.sampling_params import SamplingParams
@@ -34,8 +34,6 @@ CHECKS = 100
 """Cycles of the longest runs between two looks at logits; short runs look four times as often."""
 FEW_REQUESTS, MANY_REQUESTS = 4, 8
 """The most requests at a time. Ranks divide the selections of MANY_REQUESTS."""
-MOST_JUDGED = 50
-"""Different answers of a run that the reference judges, evenly taken from all: on a CPU each takes it a second."""
 KEPT = 8
 """Tokens of an answer before something is spoiled."""
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 256, "max_num_seqs": FEW_REQUESTS}
@@ -233,12 +231,12 @@ def longest(answers: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[i
     return kept
 
 
-def assert_plausible(model: CausalLM, answers: Sequence[tuple[list[int], list[int]]]) -> None:
-    """The reference could have given every answer; prints how often it would have chosen the very token."""
-    behind = [behind_the_best(model, [prompt], [answer]) for prompt, answer in answers]
-    tokens, worst = torch.cat(behind), max(float(one.mean()) for one in behind)
+def assert_plausible(behind: Sequence[Tensor]) -> None:
+    """The reference could have given every answer, whose tokens are ``behind`` its best ones (``judging``); prints how
+    often it would have chosen the very token."""
+    tokens, worst = torch.cat(list(behind)), max(float(one.mean()) for one in behind)
     own, far = float((tokens == 0).double().mean()), float((tokens >= CLOSE_CALL).double().mean())
-    print(f"{len(answers)} answers: {own:.1%} the reference's own, {far:.2%} far behind, an answer's mean {worst:.2f}")
+    print(f"{len(behind)} answers: {own:.1%} the reference's own, {far:.2%} far behind, an answer's mean {worst:.2f}")
     assert own > OWN_SHARE and far < 0.005, f"{own:.1%} the reference's own, {far:.2%} far behind"
     assert worst < 1.0, f"an answer is {worst:.2f} behind in the mean"
 
@@ -271,12 +269,14 @@ def check(directory: Path, size: int, backend: str, drafts: int, cycles: int, mo
     assert_logits(captured, stock)
     with pytest.raises(AssertionError, match="distance"):
         assert_logits(captured.roll(1, 0), stock)
-    model, answers = reference_of(directory, report.token_map), longest(report.answers)
-    judged = answers[:: -(-len(answers) // MOST_JUDGED)]
-    print(f"{len(report.answers)} answers, {len(answers)} of them different, {len(judged)} judged")
-    assert_plausible(model, judged)
+    answers, begun = longest(report.answers), time.monotonic()
+    behind = judged(directory, report.token_map, answers)
+    seconds = time.monotonic() - begun
+    print(f"{len(report.answers)} answers, {len(answers)} of them different, all judged in {seconds:.0f} s")
+    assert_plausible(behind)
+    backwards = [(prompt, answer[::-1]) for prompt, answer in answers[:8]]
     with pytest.raises(AssertionError, match="behind"):
-        assert_plausible(model, [(prompt, answer[::-1]) for prompt, answer in judged[:8]])
+        assert_plausible(judged(directory, report.token_map, backwards))
     return report
 
 
