@@ -22,7 +22,7 @@ AS_IN_TESTS = launch.START_METHOD
 
 @pytest.fixture(autouse=True)
 def from_nothing(monkeypatch):
-    """Ranks begin as they do outside of tests, and no test leaves a world to the next."""
+    """Ranks begin as they do outside of tests unless a test says otherwise, and no test leaves a world to the next."""
     monkeypatch.setattr(launch, "START_METHOD", "spawn")
     before = default_world()
     yield
@@ -75,13 +75,15 @@ def test_every_rank_returns_its_result_in_rank_order():
     assert spawn(report, 2, 10) == [(0, 2, 21, True), (1, 2, 21, True)]
 
 
-def test_results_may_hold_tensors_of_any_dtype():
+def test_results_may_hold_tensors_of_any_dtype(monkeypatch):
+    monkeypatch.setattr(launch, "START_METHOD", AS_IN_TESTS)
     first, second = spawn(give_tensor, 2)
     assert first.dtype == torch.bfloat16 and torch.equal(second, torch.ones(3, dtype=torch.bfloat16))
     assert not torch.equal(first, second)
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback():
+def test_a_rank_that_raises_is_named_with_its_traceback(monkeypatch):
+    monkeypatch.setattr(launch, "START_METHOD", AS_IN_TESTS)
     with pytest.raises(RankFailure, match="the shard of rank one is torn") as caught:
         spawn(raise_on_one, 2)
     assert caught.value.rank == 1
@@ -95,7 +97,8 @@ def test_an_error_that_a_user_can_act_on_is_the_cause(monkeypatch):
     assert isinstance(caught.value.__cause__, QuickseekError) and str(caught.value.__cause__) == "shard 7 is torn"
 
 
-def test_a_rank_that_is_killed_is_named_though_its_peers_fail_too():
+def test_a_rank_that_is_killed_is_named_though_its_peers_fail_too(monkeypatch):
+    monkeypatch.setattr(launch, "START_METHOD", AS_IN_TESTS)
     with pytest.raises(RankFailure, match="rank 1 ended with exit code -9") as caught:
         spawn(die_on_one, 2)
     assert caught.value.rank == 1 and NOT_BEGUN not in str(caught.value)
