@@ -83,8 +83,9 @@ class Program:
         threads = re.search(r"\.reqntid (\d+)", header)
         assert threads is not None
         self.threads = int(threads.group(1))
-        shared = re.search(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\]", body)
-        self.shared_name, self.shared_size = (shared.group(1), int(shared.group(2))) if shared else ("", 0)
+        # Shared memory is declared in the kernel, or before it without a size, which the launch then gives.
+        shared = re.search(r"\.shared \.align \d+ \.b8 (\w+)\[(\d*)\]", text)
+        self.shared_name, self.shared_size = (shared.group(1), int(shared.group(2) or 0)) if shared else ("", 0)
         self.instructions: list[tuple[str, str, list[str]]] = []
         self.labels: dict[str, int] = {}
         for line in body.splitlines():
@@ -113,10 +114,15 @@ def _split(operands: str) -> list[str]:
 class Grid:
     """All blocks of a launch, of (x, y) of them; they must not depend on each other."""
 
-    def __init__(self, program: Program, memory: Memory, arguments: Sequence[float], size: tuple[int, int]) -> None:
+    def __init__(
+        self, program: Program, memory: Memory, arguments: Sequence[float], size: tuple[int, int], shared: int
+    ) -> None:
         blocks = size[0] * size[1]
-        self.program, self.memory, self.shared = program, memory, Shared(program.shared_size, blocks)
+        self.program, self.memory, self.shared = program, memory, Shared(program.shared_size or shared, blocks)
         self.threads = blocks * program.threads
+        self.copies: list[tuple[Values, Values, Values, Values]] = []
+        """On their way: thread, number of its group, places in shared memory and bytes of each."""
+        self.groups = np.zeros(self.threads, np.int64)
         self.block = np.repeat(np.arange(blocks), program.threads)
         self.special = {
             "%tid.x": np.tile(np.arange(program.threads, dtype=np.uint32), blocks),
@@ -277,16 +283,31 @@ class Grid:
         memory[places] = values.view(np.uint8).reshape(self.threads, size)[self.mask]
 
     def do_cp(self, parts: list[str], operands: list[str]) -> None:
-        if "wait_all" in parts:
+        """Copies arrive when they are awaited, and no earlier."""
+        if parts[2] == "commit_group":
+            self.groups[self.mask] += 1
             return
-        size, wanted = int(operands[2]), self.read(operands[3], np.int32)
-        assert ((wanted == size) | (wanted == 0)).all()
-        copied = self.mask & (wanted == size)
+        if parts[2] in ("wait_group", "wait_all"):
+            done = self.groups - int(operands[0]) if operands else self.groups + 1
+            on_their_way = []
+            for threads, groups, places, data in self.copies:
+                arrived = self.mask[threads] & (groups < done[threads])
+                self.shared.bytes[places[arrived]] = data[arrived]
+                if not arrived.all():
+                    on_their_way.append((threads[~arrived], groups[~arrived], places[~arrived], data[~arrived]))
+            self.copies = on_their_way
+            return
+        size, copied = int(operands[2]), self.mask
+        if len(operands) > 3:
+            wanted = self.read(operands[3], np.int32)
+            assert ((wanted == size) | (wanted == 0)).all()
+            copied = self.mask & (wanted == size)
         data = np.zeros((self.threads, size), np.uint8)
         memory, places = self.located(operands[1], size, copied, shared=False)
         data[copied] = memory[places]
-        memory, places = self.located(operands[0], size, self.mask, shared=True)
-        memory[places] = data[self.mask]
+        _, places = self.located(operands[0], size, self.mask, shared=True)
+        threads = np.flatnonzero(self.mask)
+        self.copies.append((threads, self.groups[threads], places, data[threads]))
 
     def do_setp(self, parts: list[str], operands: list[str]) -> None:
         kind = TYPES[parts[-1]]
@@ -447,6 +468,6 @@ PLAIN: dict[str, Callable[..., Values]] = {
 _program = cache(Program)
 
 
-def launch(text: str, memory: Memory, arguments: Sequence[float], grid: tuple[int, int]) -> None:
-    """Run every block of a grid (x, y)."""
-    Grid(_program(text), memory, arguments, grid).run()
+def launch(text: str, memory: Memory, arguments: Sequence[float], grid: tuple[int, int], shared: int = 0) -> None:
+    """Run every block of a grid (x, y), each with ``shared`` bytes where the PTX does not say how many."""
+    Grid(_program(text), memory, arguments, grid, shared).run()

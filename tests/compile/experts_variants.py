@@ -40,15 +40,20 @@ def miniatures() -> Iterator[tuple[str, Any, Any]]:
     What finds its tiles itself is compiled for each number of experts a token.
     """
     for top in (1, 2):
-        ahead = GateUpKernel(480, 64, 7, top, rows=4, slices=2, depth=2, blocks=1, ahead=True)
+        ahead = GateUpKernel(480, 64, 7, top, rows=4, slices=2, depth=2, blocks=1, ahead=True, alone=False)
         yield f"gate_up 480 64 4 {top}", ahead, GATE_UP_ARGUMENTS
-        two = GateUpKernel(480, 64, 7, top, rows=2, slices=4, depth=1, blocks=1, ahead=True)
+        two = GateUpKernel(480, 64, 7, top, rows=2, slices=4, depth=1, blocks=1, ahead=True, alone=False)
         yield f"gate_up 480 64 2 {top}", two, GATE_UP_ARGUMENTS
-        one = GateUpKernel(32, 32, 7, top, rows=4, slices=4, depth=3, blocks=1, ahead=True)
+        wide = GateUpKernel(480, 64, 7, top, rows=8, slices=2, depth=2, blocks=1, ahead=True, alone=False)
+        yield f"gate_up 480 64 8 {top}", wide, GATE_UP_ARGUMENTS
+        one = GateUpKernel(32, 32, 7, top, rows=4, slices=4, depth=3, blocks=1, ahead=True, alone=False)
         yield f"gate_up 32 32 4 {top}", one, GATE_UP_ARGUMENTS
-        record = GateUpKernel(1024, 32, 7, top, rows=4, slices=4, depth=1, blocks=1, ahead=False)
+        alone = GateUpKernel(480, 64, 7, top, rows=2, slices=4, depth=2, blocks=1, ahead=True, alone=True)
+        yield f"gate_up 480 64 alone {top}", alone, GATE_UP_ARGUMENTS
+        record = GateUpKernel(1024, 32, 7, top, rows=4, slices=4, depth=1, blocks=1, ahead=False, alone=False)
         yield f"gate_up 1024 32 4 {top}", record, GATE_UP_ARGUMENTS
     yield "down 480 64 4", DownKernel(480, 64, rows=4, warps=2, each=2, depth=9, blocks=1), DOWN_ARGUMENTS
+    yield "down 480 64 8", DownKernel(480, 64, rows=8, warps=2, each=2, depth=1, blocks=1), DOWN_ARGUMENTS
     yield "down 480 64 2", DownKernel(480, 64, rows=2, warps=2, each=2, depth=1, blocks=1), DOWN_ARGUMENTS
     yield "down 32 32 4", DownKernel(32, 32, rows=4, warps=4, each=1, depth=9, blocks=1), DOWN_ARGUMENTS
     yield "down 224 672 4", DownKernel(224, 672, rows=4, warps=2, each=3, depth=3, blocks=1), DOWN_ARGUMENTS

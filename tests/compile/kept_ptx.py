@@ -27,4 +27,4 @@ def tell(released: Iterable[tuple[str, Any, Any]], miniatures: Iterable[tuple[st
     for name, kernel, arguments in miniatures if small else released:
         text, target = ptx_of(kernel, arguments)
         found = {"name": name, "target": target, "order": chain_order(text), "constant": text.count("ld.global.nc")}
-        print(json.dumps(found | ({"ptx": text} if small else {})), flush=True)
+        print(json.dumps(found | ({"ptx": text, "shared": kernel.shared} if small else {})), flush=True)

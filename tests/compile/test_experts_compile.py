@@ -90,17 +90,17 @@ def recorded(chosen: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def gate_up(
-    x: Tensor, chosen: Tensor, weight: Fp4Weight, ptx: str | None = None, rows: int = MOST_ROWS
+    x: Tensor, chosen: Tensor, weight: Fp4Weight, kernel: dict[str, Any] | None = None, rows: int = MOST_ROWS
 ) -> tuple[Tensor, Tensor]:
     """Codes and factors of every sorted row, by the kernel compiled for tiles of ``rows`` rows."""
     hidden, inner = x.shape[1], weight.codes.shape[1] // 2
-    text = ptx or compile_all("sm_90a", "ptx")[f"gate_up {hidden} {inner} {rows} {chosen.shape[1]}"]["ptx"]
+    kernel = kernel or compile_all("sm_90a", "ptx")[f"gate_up {hidden} {inner} {rows} {chosen.shape[1]}"]
     out = torch.full((chosen.numel(), inner), 0x55, dtype=torch.uint8)
     factors = torch.full((chosen.numel(), inner // GROUP), torch.nan)
     memory = Memory()
     tensors = (*stored(x), chosen, *recorded(chosen, rows), weight.codes, weight.scales, out, factors)
     arguments = [*(memory.place(tensor) for tensor in tensors), chosen.numel(), LIMIT]
-    launch(text, memory, arguments, (inner // GROUP, chosen.numel()))
+    launch(kernel["ptx"], memory, arguments, (inner // GROUP, chosen.numel()), kernel["shared"])
     memory.write_back()
     return out, factors
 
@@ -112,9 +112,9 @@ def down(codes: Tensor, factors: Tensor, chosen: Tensor, weight: Fp4Weight, rows
     out = torch.full((chosen.numel(), hidden), torch.nan, dtype=torch.bfloat16)
     memory = Memory()
     tensors = (codes, factors, recorded(chosen, rows)[1], weight.codes, weight.scales, out)
-    text = compile_all("sm_90a", "ptx")[f"down {hidden} {inner} {rows}"]["ptx"]
+    kernel = compile_all("sm_90a", "ptx")[f"down {hidden} {inner} {rows}"]
     grid = (-(-hidden // (LINES * warps * each)), chosen.numel())
-    launch(text, memory, [memory.place(tensor) for tensor in tensors], grid)
+    launch(kernel["ptx"], memory, [memory.place(tensor) for tensor in tensors], grid, kernel["shared"])
     memory.write_back()
     return out
 
@@ -220,6 +220,27 @@ def test_tiles_of_two_rows_are_the_reference() -> None:
         assert int((~found.isnan().any(1)).sum()) == int(((chosen >= 0) & (chosen < EXPERTS)).sum()) <= there
 
 
+@pytest.mark.parametrize("chosen", [[4, 1], [3, 3], [6, -1], [7, 6], [-1, 7]])
+def test_weights_that_a_row_alone_asks_for_early_are_those_of_its_tiles(chosen: list[int]) -> None:
+    x, slots, weight = rows_of(1, 480), torch.tensor([chosen]), fp4(packed_experts(EXPERTS, 480, 64).w13)
+    early = gate_up(x, slots, weight, compile_all("sm_90a", "ptx")["gate_up 480 64 alone 2"], rows=2)
+    found = torch.cat(early, 1)
+    assert_bits(found, torch.cat(gate_up(x, slots, weight, rows=2), 1))
+    if 0 <= chosen[0] < EXPERTS:
+        with pytest.raises(AssertionError, match="differ in bits"):
+            assert_bits(found, torch.cat(gate_up(x.roll(1, 1), slots, weight, rows=2), 1))
+
+
+def test_tiles_of_many_rows_are_the_reference() -> None:
+    weights = packed_experts(EXPERTS, 480, 64)
+    w13, w2 = fp4(weights.w13), fp4(weights.w2)
+    for chosen in (CHOSEN["nine rows of one, and others"], torch.tensor([[5, 3]] * 3 + [[3, 6]] * 4)):
+        x = rows_of(chosen.shape[0], 480)
+        many = gate_up(x, chosen, w13, rows=8)
+        assert_bits(torch.cat(many, 1), torch.cat(gate_up(x, chosen, w13), 1))
+        assert_bits(down(*many, chosen, w2, rows=8), down(*many, chosen, w2))
+
+
 def test_a_row_has_the_same_bits_whoever_shares_its_tile() -> None:
     x, weight = rows_of(8, 480), fp4(packed_experts(EXPERTS, 480, 64).w13)
     together = gate_up(x, torch.full((8, 1), 3), weight)
@@ -272,6 +293,6 @@ def test_every_code_has_its_value_at_scales_of_many_sizes_in_registers() -> None
 
 def test_a_kernel_that_reads_past_its_tensors_is_noticed() -> None:
     x, weight = rows_of(2, 480), fp4(packed_experts(EXPERTS, 480, 64).w13)
-    text = compile_all("sm_90a", "ptx")["gate_up 1024 32 4 1"]["ptx"]
+    kernel = compile_all("sm_90a", "ptx")["gate_up 1024 32 4 1"]
     with pytest.raises(AssertionError, match="leave their tensors"):
-        gate_up(x, torch.full((2, 1), EXPERTS - 1), weight, text)
+        gate_up(x, torch.full((2, 1), EXPERTS - 1), weight, kernel)

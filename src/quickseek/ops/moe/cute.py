@@ -18,6 +18,8 @@ from quickseek.ops.moe.cute_products import (
     FewRows,
     Lane,
     Record,
+    await_groups,
+    end_group,
     first_bit,
     float_of,
     largest_in_warp,
@@ -27,7 +29,8 @@ from quickseek.ops.moe.cute_products import (
 LOG2_E = 1.4426950408889634
 EARLY_SLOTS = 64
 """Up to so many slots every warp of ``gate_up`` finds its own tile among them, and reads weights before its wait."""
-SHARED_BYTES = 48 * 1024
+SHARED_BYTES = 227 * 1024
+"""Of a block."""
 
 
 class GateUp(NamedTuple):
@@ -66,35 +69,41 @@ class GateUpKernel(FewRows):
 
     Grid (inner / 32, tiles): a block has 32 pairs of outputs, a warp 16 of them and every ``slices``-th chunk.
 
-    ``ahead``: before the wait each warp finds its tile in the routing and asks for its first weights. The kernel
-    before is ``prepare``, which lets this one start after its own wait: the routing is older. ``top``: experts of a
-    token.
+    ``ahead``: before the wait each warp finds its tile in the routing and asks for its first weights, of a step of one
+    row (``alone``) even before, since few of its slots begin no tile. The kernel before is ``prepare``, which lets this
+    one start after its own wait: the routing is older. ``top``: experts of a token.
     """
 
     def __init__(
         self, hidden: int, inner: int, experts: int, top: int,
-        *, rows: int, slices: int, depth: int, blocks: int, ahead: bool,
+        *, rows: int, slices: int, depth: int, blocks: int, ahead: bool, alone: bool,
     ) -> None:  # fmt: skip
-        super().__init__(hidden, 2, inner, rows, 2 * slices, slices, depth)
-        self.inner, self.experts, self.top, self.blocks, self.ahead = inner, experts, top, blocks, ahead
+        super().__init__(hidden, 2, inner, rows=rows, warps=2 * slices, slices=slices, depth=depth, lines=GROUP)
+        self.inner, self.experts, self.top, self.blocks = inner, experts, top, blocks
+        self.ahead, self.alone = ahead, alone
         partials = 2 * slices * self.parts * self.pairs * 32 * 4
         self.shared = max(self.shared, partials)
 
     @cute.jit
     def __call__(self, given: GateUp, items: Int32, stream: Any) -> None:
         self.kernel(given).launch(
-            grid=(self.inner // GROUP, items, 1), block=(self.threads, 1, 1), min_blocks_per_mp=self.blocks,
-            preferred_smem_carveout=-1, stream=stream, use_pdl=True,
+            grid=(self.inner // GROUP, items, 1), block=(self.threads, 1, 1), smem=self.shared,
+            min_blocks_per_mp=self.blocks, preferred_smem_carveout=-1, stream=stream, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(self, given: GateUp) -> None:
         tile, item, _ = cute.arch.block_idx()
         lane = self.here()
-        shared = cute.arch.alloc_smem(Uint32, self.shared // 4, 16).toint()
+        shared = cute.arch.get_dyn_smem(Uint32, 16).toint()
         if cutlass.const_expr(self.ahead):
-            record = self.search(given, item, lane)
+            mine = ptx.load_volatile_word(given.chosen + Int64(item) * 8).bitcast(Int32)
+            if cutlass.const_expr(self.alone):
+                if self.exists(mine) >= Int32(0):
+                    self.ask(given, mine, tile, lane, shared)
+            record = self.search(given, item, mine, lane)
             if record.expert < Int32(0):
+                await_groups(0)
                 cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
             else:
@@ -106,12 +115,18 @@ class GateUpKernel(FewRows):
             if record.expert >= Int32(0):
                 self.work(given, record, tile, lane, shared)
 
-    def search(self, given: GateUp, item: Any, lane: Lane) -> Record:
-        """The tile that begins at slot ``item``, by the whole warp: as ``triton_record.record_slot``."""
+    def exists(self, expert: Any) -> Any:
+        """The expert, or -1 if there is none of that number."""
+        known = ptx.choose(expert < Int32(self.experts), expert, Int32(-1))
+        return Int32(ptx.choose(known >= Int32(0), known, Int32(-1)))
+
+    def search(self, given: GateUp, item: Any, mine: Any, lane: Lane) -> Record:
+        """The tile that begins at slot ``item``, whose expert is ``mine``, by the whole warp: as
+        ``triton_record.record_slot``.
+        """
         number = lane.line * 4 + lane.quarter
-        mine = ptx.load_volatile_word(given.chosen + Int64(item) * 8).bitcast(Int32)
         before, rank, count, slots = Int32(0), Int32(0), Int32(0), Uint64(0)
-        for start in range(0, EARLY_SLOTS, 32):
+        for start in range(0, self.top if self.alone else EARLY_SLOTS, 32):
             slot = start + number
             exists = slot < given.slots
             place = ptx.choose(exists, slot, Int32(0))
@@ -122,54 +137,68 @@ class GateUpKernel(FewRows):
             same = Uint32(cute.arch.vote_ballot_sync(other == mine))
             count = count + Int32(cute.arch.popc(same))
             slots = slots | (Uint64(same) << Uint64(start))
-        known = ptx.choose(mine < Int32(self.experts), mine, Int32(-1))
-        begins = ptx.choose(rank % self.rows == 0, known, Int32(-1))
+        begins = ptx.choose(rank % self.rows == 0, self.exists(mine), Int32(-1))
         left = count - rank
         left = ptx.choose(left < Int32(self.rows), left, Int32(self.rows))
         return Record(begins, before + rank, left, slots >> Uint64(item))
 
-    def source(self, given: GateUp, record: Record, row: Any) -> Any:
-        """The token of a tile's row: found among the slots, or read from the record, which is then complete."""
-        if not self.ahead:
-            return Int64(ptx.load_word(given.tokens + Int64(record.first + row) * 4).bitcast(Int32))
-        rest = record.slots
-        for passed in range(self.rows - 1):
-            rest = ptx.choose(row > Int32(passed), rest & (rest - Uint64(1)), rest)
+    def sources(self, given: GateUp, record: Record, rows: int) -> list[Any]:
+        """The tokens of a tile's rows: found among the slots, or read from the record, which is then complete."""
         _, item, _ = cute.arch.block_idx()
-        return Int64((item + first_bit(rest)) // self.top)
+        rest, found = record.slots, []
+        for row in range(rows):
+            if self.ahead:
+                token = Int64((item + first_bit(rest)) // self.top)
+                rest = rest & (rest - Uint64(1))
+            else:
+                there = ptx.choose(Int32(row) < record.count, Int32(row), Int32(0))
+                token = Int64(ptx.load_word(given.tokens + Int64(record.first + there) * 4).bitcast(Int32))
+            found.append(ptx.choose(Int32(row) < record.count, token, found[0]) if row else token)
+        return found
 
     @staticmethod
     def how_many(condition: Any) -> Any:
         """Lanes of the warp in which the condition holds."""
         return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(condition)))
 
+    def rows_of(self, given: GateUp, expert: Any, tile: Any, lane: Lane) -> tuple[Any, Any]:
+        """The codes of a lane's first output and the scales of the block's."""
+        first = Int64(expert) * (2 * self.inner) + Int64(tile * GROUP)
+        line = lane.warp % 2 * LINES + lane.line
+        return given.codes + (first + Int64(line)) * self.width, given.scales + first * self.groups
+
     @cute.jit
-    def work(self, given: GateUp, record: Record, tile: Any, lane: Lane, shared: Any) -> None:
-        half, slice_ = lane.warp % 2, lane.warp // 2
-        output = Int64(record.expert) * (2 * self.inner) + Int64(tile * GROUP + half * LINES + lane.line)
-        rows = self.weight_rows(given.codes, given.scales, output)
-        words = cute.make_rmem_tensor((self.depth * self.parts * 8,), Uint32)
-        marks = cute.make_rmem_tensor((self.depth * self.parts * 2,), Uint32)
-        words.fill(0)
-        marks.fill(0)
+    def ask(self, given: GateUp, expert: Any, tile: Any, lane: Lane, shared: Any) -> None:
+        """Ask for the scales of a block and a warp's first weights."""
+        codes, scales = self.rows_of(given, expert, tile, lane)
+        self.load_scales(scales, GROUP, lane.thread, shared)
+        end_group()
+        slot = self.slot(shared, lane)
         for stage in cutlass.range_constexpr(self.depth):
-            chunk = stage * self.slices + slice_
+            chunk = stage * self.slices + lane.warp // 2
             if cutlass.const_expr((stage + 1) * self.slices <= self.chunks):
-                self.load(words, marks, stage, rows, chunk, lane)
+                self.load(slot + stage * self.stage, codes, chunk, lane)
             else:
                 if chunk < Int32(self.chunks):
-                    self.load(words, marks, stage, rows, chunk, lane)
+                    self.load(slot + stage * self.stage, codes, chunk, lane)
+            end_group()
+
+    @cute.jit
+    def work(self, given: GateUp, record: Record, tile: Any, lane: Lane, shared: Any) -> None:
+        if cutlass.const_expr(not self.alone):
+            self.ask(given, record.expert, tile, lane, shared)
         if cutlass.const_expr(self.ahead):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        codes, _ = self.rows_of(given, record.expert, tile, lane)
         self.bring(given, record, lane.thread, shared)
         if cutlass.const_expr(self.pairs == 1):
-            self.sum_up(1, given, record, tile, rows, words, marks, lane, shared)
+            self.sum_up(1, given, record, tile, codes, lane, shared)
         else:
             if record.count <= Int32(PAIR):
-                self.sum_up(1, given, record, tile, rows, words, marks, lane, shared)
+                self.sum_up(1, given, record, tile, codes, lane, shared)
             else:
-                self.sum_up(self.pairs, given, record, tile, rows, words, marks, lane, shared)
+                self.sum_up(self.pairs, given, record, tile, codes, lane, shared)
 
     @cute.jit
     def sum_up(
@@ -178,28 +207,30 @@ class GateUpKernel(FewRows):
         given: GateUp,
         record: Record,
         tile: Any,
-        rows: Any,
-        words: Any,
-        marks: Any,
+        codes: Any,
         lane: Lane,
         shared: Any,
     ) -> None:
         slice_ = lane.warp // 2
         totals = cute.make_rmem_tensor((self.parts * pairs * 4,), Float32)
         totals.fill(0.0)
-        operand = self.operand(shared, pairs, lane)
-        for start in cutlass.range(0, self.trips, self.depth, unroll=1):
-            for stage in cutlass.range_constexpr(self.depth):
-                chunk = (start + stage) * self.slices + slice_
-                if cutlass.const_expr(self.trips % self.depth == 0 and self.chunks % self.slices == 0):
-                    self.multiply(words, marks, stage, totals, pairs, chunk, operand)
-                else:
-                    if chunk < Int32(self.chunks):
-                        self.multiply(words, marks, stage, totals, pairs, chunk, operand)
-                if cutlass.const_expr(self.trips > self.depth):
-                    following = chunk + self.depth * self.slices
-                    if following < Int32(self.chunks):
-                        self.load(words, marks, stage, rows, following, lane)
+        operand = self.operand(shared, pairs, lane.warp % 2 * LINES + lane.line, lane)
+        first = self.slot(shared, lane)
+        slot = first
+        for trip in cutlass.range(self.trips, unroll=1):
+            chunk = trip * self.slices + slice_
+            await_groups(self.depth - 1)
+            if cutlass.const_expr(self.chunks % self.slices == 0):
+                self.multiply(slot, totals, pairs, chunk, operand, lane)
+            else:
+                if chunk < Int32(self.chunks):
+                    self.multiply(slot, totals, pairs, chunk, operand, lane)
+            if cutlass.const_expr(self.trips > self.depth):
+                following = chunk + self.depth * self.slices
+                if following < Int32(self.chunks):
+                    self.load(slot, codes, following, lane)
+            end_group()
+            slot = self.next_slot(slot, first)
         # The activations have been read: their memory takes the warps' sums.
         cute.arch.sync_threads()
         number = lane.line * 4 + lane.quarter
@@ -249,24 +280,23 @@ class DownKernel(FewRows):
     """
 
     def __init__(self, hidden: int, inner: int, *, rows: int, warps: int, each: int, depth: int, blocks: int) -> None:
-        super().__init__(inner, 1, 0, rows, warps, 1, depth)
+        lines = LINES * warps * each
+        super().__init__(inner, 1, 0, rows=rows, warps=warps, slices=1, depth=depth, lines=lines)
         self.outputs, self.warps, self.each, self.blocks = hidden, warps, each, blocks
-        rounds = -(-self.chunks // self.depth)
-        self.rounds, self.depth = rounds, -(-self.chunks // rounds)
 
     @cute.jit
     def __call__(self, given: Down, items: Int32, stream: Any) -> None:
         blocks = -(-self.outputs // (LINES * self.warps * self.each))
         self.kernel(given).launch(
-            grid=(blocks, items, 1), block=(self.threads, 1, 1), min_blocks_per_mp=self.blocks,
-            preferred_smem_carveout=-1, stream=stream, use_pdl=True,
+            grid=(blocks, items, 1), block=(self.threads, 1, 1), smem=self.shared,
+            min_blocks_per_mp=self.blocks, preferred_smem_carveout=-1, stream=stream, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(self, given: Down) -> None:
         block, item, _ = cute.arch.block_idx()
         lane = self.here()
-        shared = cute.arch.alloc_smem(Uint32, self.shared // 4, 16).toint()
+        shared = cute.arch.get_dyn_smem(Uint32, 16).toint()
         record = read_record(given.tiles, item)
         if record.expert < Int32(0):
             cute.arch.griddepcontrol_wait()
@@ -276,29 +306,36 @@ class DownKernel(FewRows):
 
     @cute.jit
     def work(self, given: Down, record: Record, block: Any, lane: Lane, shared: Any) -> None:
-        words = cute.make_rmem_tensor((self.depth * 8,), Uint32)
-        marks = cute.make_rmem_tensor((self.depth * 2,), Uint32)
-        words.fill(0)
-        marks.fill(0)
-        first = block * (self.warps * self.each) + lane.warp
-        if first < Int32(self.outputs // LINES):
-            rows = self.rows_of(given, record, first, lane)
-            for stage in cutlass.range_constexpr(self.depth):
-                self.load(words, marks, stage, rows, Int32(stage), lane)
+        first = block * self.lines
+        lines = Int32(self.outputs) - first
+        lines = Int32(ptx.choose(lines < Int32(self.lines), lines, Int32(self.lines)))
+        origin = Int64(record.expert) * self.outputs + Int64(first)
+        self.load_scales(given.scales + origin * self.groups, lines, lane.thread, shared)
+        end_group()
+        # A warp's chunks, numbered over its outputs: the last of all that exist.
+        tiles = (lines // LINES - lane.warp + self.warps - 1) // self.warps
+        last = tiles * self.chunks
+        codes = given.codes + (origin + Int64(lane.warp * LINES + lane.line)) * self.width
+        slot = self.slot(shared, lane)
+        for stage in cutlass.range_constexpr(self.depth):
+            if Int32(stage) < last:
+                row = self.row_of(codes, Int32(stage))
+                self.load(slot + stage * self.stage, row, Int32(stage % self.chunks), lane)
+            end_group()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         self.bring(given, record, lane.thread, shared)
         if cutlass.const_expr(self.pairs == 1):
-            self.all_outputs(1, given, record, first, words, marks, lane, shared)
+            self.all_outputs(1, given, record, first, codes, last, lane, shared)
         else:
             if record.count <= Int32(PAIR):
-                self.all_outputs(1, given, record, first, words, marks, lane, shared)
+                self.all_outputs(1, given, record, first, codes, last, lane, shared)
             else:
-                self.all_outputs(self.pairs, given, record, first, words, marks, lane, shared)
+                self.all_outputs(self.pairs, given, record, first, codes, last, lane, shared)
 
-    def rows_of(self, given: Down, record: Record, tile: Any, lane: Lane) -> Any:
-        output = Int64(record.expert) * self.outputs + Int64(tile * LINES + lane.line)
-        return self.weight_rows(given.codes, given.scales, output)
+    def row_of(self, codes: Any, number: Any) -> Any:
+        """The row of the weight that chunk ``number`` of a warp belongs to, from that of its first."""
+        return codes + Int64(number // self.chunks) * (self.warps * LINES * self.width)
 
     @cute.jit
     def all_outputs(
@@ -306,38 +343,34 @@ class DownKernel(FewRows):
         pairs: cutlass.Constexpr,
         given: Down,
         record: Record,
-        first: Any,
-        words: Any,
-        marks: Any,
+        block_first: Any,
+        codes: Any,
+        last: Any,
         lane: Lane,
         shared: Any,
     ) -> None:
-        operand = self.operand(shared, pairs, lane)
         output, row = kept(lane.line * 4 + lane.quarter)
-        last = first + self.each * self.warps
-        last = ptx.choose(last < Int32(self.outputs // LINES), last, Int32(self.outputs // LINES))
-        for tile in cutlass.range(first, last, self.warps, unroll=1):
+        first = self.slot(shared, lane)
+        slot = first
+        for start in cutlass.range(0, last, self.chunks, unroll=1):
             totals = cute.make_rmem_tensor((pairs * 4,), Float32)
             totals.fill(0.0)
-            rows = self.rows_of(given, record, tile, lane)
-            following = tile + self.warps
-            next_rows = self.rows_of(given, record, following, lane)
-            for turn in cutlass.range_constexpr(self.rounds):
-                for stage in cutlass.range_constexpr(self.depth):
-                    chunk = turn * self.depth + stage
-                    if cutlass.const_expr(chunk < self.chunks):
-                        self.multiply(words, marks, stage, totals, pairs, Int32(chunk), operand)
-                    if cutlass.const_expr(chunk + self.depth < self.chunks):
-                        self.load(words, marks, stage, rows, Int32(chunk + self.depth), lane)
-                    elif cutlass.const_expr(turn == self.rounds - 1 and self.each > 1):
-                        if following < last:
-                            self.load(words, marks, stage, next_rows, Int32(stage), lane)
+            tile = start // self.chunks * self.warps + lane.warp
+            operand = self.operand(shared, pairs, tile * LINES + lane.line, lane)
+            for chunk in cutlass.range(self.chunks, unroll=1):
+                await_groups(self.depth - 1)
+                self.multiply(slot, totals, pairs, chunk, operand, lane)
+                following = start + chunk + self.depth
+                if following < last:
+                    self.load(slot, self.row_of(codes, following), following % self.chunks, lane)
+                end_group()
+                slot = self.next_slot(slot, first)
             for pair in cutlass.range_constexpr(pairs):
                 total = self.quad_sum([totals[pair * 4 + index] for index in range(4)], lane.quarter)
                 place = PAIR * pair + row
                 if place < record.count:
                     line = Int64(record.first + place) * (self.outputs * 2)
-                    ptx.store_bf16(given.out + line + Int64(tile * LINES + output) * 2, total)
+                    ptx.store_bf16(given.out + line + Int64(block_first + tile * LINES + output) * 2, total)
 
 
 def read_record(tiles: Any, item: Any) -> Record:
@@ -351,10 +384,13 @@ def read_record(tiles: Any, item: Any) -> Record:
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def fits(hidden: int, inner: int, *codes: Tensor) -> bool:
-    """Whether a tile's activations fit into shared memory, both multiples of 32, and codes begin at 16 bytes."""
-    aligned = all(part.data_ptr() % 16 == 0 for part in codes)
-    return aligned and all(FewRows(size, 1, 0, MOST_ROWS, 1, 1, 1).shared <= SHARED_BYTES for size in (hidden, inner))
+def fits(hidden: int, inner: int, *packed: Tensor) -> bool:
+    """Whether what a block needs fits into shared memory, and codes and scales begin at 16 bytes."""
+    if any(part.data_ptr() % 16 for part in packed):
+        return False
+    gate_up = GateUpKernel(hidden, inner, 1, 1, **gate_up_settings(MOST_ROWS, MOST_ROWS))
+    down = DownKernel(hidden, inner, **down_settings(MOST_ROWS))
+    return max(gate_up.shared, down.shared) <= SHARED_BYTES
 
 
 def tile_rows(rows: int) -> int:
@@ -364,13 +400,17 @@ def tile_rows(rows: int) -> int:
 
 def gate_up_settings(rows: int, slots: int) -> dict[str, Any]:
     """Rows of a tile, warps that share the inputs of an output, chunks on their way in a warp, blocks of an SM."""
-    few, more = {"slices": 8, "depth": 1, "blocks": 1}, {"slices": 4, "depth": 2, "blocks": 2}
-    return (few if rows <= PAIR else more) | {"rows": tile_rows(rows), "ahead": slots <= EARLY_SLOTS}
+    few, more = {"slices": 8, "depth": 2, "blocks": 1}, {"slices": 2, "depth": 4, "blocks": 4}
+    return (few if rows <= PAIR else more) | {
+        "rows": tile_rows(rows),
+        "ahead": slots <= EARLY_SLOTS,
+        "alone": rows == 1 and slots <= EARLY_SLOTS,
+    }
 
 
 def down_settings(rows: int) -> dict[str, Any]:
     """Rows of a tile, warps of a block, times 16 outputs of a warp, chunks on their way, blocks of an SM."""
-    few, more = {"each": 1, "depth": 3, "blocks": 4}, {"each": 2, "depth": 5, "blocks": 3}
+    few, more = {"each": 1, "depth": 5, "blocks": 4}, {"each": 2, "depth": 5, "blocks": 4}
     return (few if rows <= PAIR else more) | {"rows": tile_rows(rows), "warps": 4}
 
 

@@ -1,14 +1,16 @@
 """Products of packed experts and few rows, in CuTe DSL: what ``gate_up`` and ``down`` share (``cute_fragments.py``).
 
-Packed weights go from global memory into registers, where eleven instructions make FP16 of eight codes; activations
-are A8 codes in the order of ``code_place`` and their scales in FP32, of a tile's rows, in shared memory. A tile takes a
-set of tensor-core products for each two of its rows. (The E4M3 form of ``mma.sync`` would not help: the assembler
-makes it of conversions to FP16, products of FP16 and additions on all of these GPUs.)
+Packed weights are copied into shared memory ahead of their use, to where the lane that asked for them reads them back;
+in registers eleven instructions make FP16 of eight codes. Activations are A8 codes in the order of ``code_place`` and
+their scales in FP32, of a tile's rows, in shared memory. A tile takes a set of tensor-core products for each two of its
+rows. (The E4M3 form of ``mma.sync`` would not help: the assembler makes it of conversions to FP16, products of FP16 and
+additions on all of these GPUs.)
 
 The sum over a group of 32 inputs is the tensor core's; scaled by powers of two the groups are added in FP32, in an
 order that does not depend on the rows. Weight scales are exact from 2^-102 to 2^127; 255 gives NaN, 0 counts as zero.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import cutlass
@@ -46,32 +48,49 @@ class Record(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Shared memory that a lane reads: its codes in chunk 0 for each pair of rows, what a chunk adds, its factors."""
+    """Shared memory that a lane reads: its codes in chunk 0 for each pair of rows, what a chunk adds, its factors, and
+    the scales of its first output.
+    """
 
     codes: Any
     step: Any
     factors: Any
+    scales: Any
 
 
 # ---------------------------------------------------------------------------------------------- instructions
 
 
-def copy_or_zero(target: Any, source: Any, size: int, wanted: Any) -> None:
-    """Start a copy of 4 or 16 bytes from global into shared memory; zeros where not wanted."""
-    cached = "cg" if size == 16 else "ca"
-    inline_ptx(
-        f"cp.async.{cached}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
-        read_only_args=[target, source, ptx.choose(wanted, Int32(size), Int32(0))],
-    )
+def copy_pack(target: Any, source: Any) -> None:
+    """Start a copy of 16 bytes from global into shared memory, past the L1 cache."""
+    inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
 
 
-def await_copies() -> None:
-    """All copies that this thread started are done."""
-    inline_ptx("cp.async.wait_all;")
+def end_group() -> None:
+    """What this thread has started to copy since the last call is a group."""
+    inline_ptx("cp.async.commit_group;")
+
+
+def await_groups(left: int) -> None:
+    """All groups of copies of this thread but the last ``left`` are done, and seen by it."""
+    inline_ptx(f"cp.async.wait_group {left};")
 
 
 def clear_shared_word(address: Any) -> None:
     inline_ptx("st.shared.b32 [{$r0}], 0;", read_only_args=[address])
+
+
+def load_shared_byte(address: Any) -> Any:
+    """A byte of shared memory in a word."""
+    return inline_ptx("ld.volatile.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def store_shared_words(address: Any, words: list[Any]) -> None:
+    """One or four words into shared memory."""
+    operands = ", ".join(f"{{$r{index + 1}}}" for index in range(len(words)))
+    kind = "v4.b32" if len(words) == 4 else "b32"
+    operands = f"{{{operands}}}" if len(words) == 4 else operands
+    inline_ptx(f"st.shared.{kind} [{{$r0}}], {operands};", read_only_args=[address, *words])
 
 
 def half_pairs(word: Any) -> list[Any]:
@@ -116,63 +135,82 @@ def rounded(value: Any) -> Any:
 
 
 class FewRows:
-    """What both products share: ``inputs`` a multiple of 32, ``parts`` sets of 16 outputs ``apart`` outputs apart.
+    """What both products share: ``inputs`` a multiple of 32, ``parts`` sets of outputs ``apart`` outputs apart.
 
-    ``slices`` warps take the chunks of an output in turns; a warp has ``depth`` chunks of weights on their way. Tiles
-    have up to ``rows`` rows, 2 or MOST_ROWS.
+    A block of ``warps`` has ``lines`` outputs of each part; ``slices`` of its warps take the chunks of 16 of them in
+    turns. A warp has up to ``depth`` chunks of weights on their way, each copied by the lane that uses it. Tiles have
+    up to ``rows`` rows, an even number. In shared memory: activations, zeros, factors, the block's scales, weights.
     """
 
-    def __init__(self, inputs: int, parts: int, apart: int, rows: int, warps: int, slices: int, depth: int) -> None:
+    def __init__(
+        self, inputs: int, parts: int, apart: int, *, rows: int, warps: int, slices: int, depth: int, lines: int
+    ) -> None:
         self.rows, self.pairs = rows, rows // PAIR
         self.inputs, self.width, self.groups = inputs, inputs // 2, inputs // GROUP
         self.chunks = -(-self.groups // CHUNK)
-        self.parts, self.apart = parts, apart
-        self.threads, self.slices = warps * 32, slices
+        self.parts, self.apart, self.lines = parts, apart, lines
+        self.threads, self.slices, self.depth = warps * 32, slices, depth
         self.trips = -(-self.chunks // slices)
-        self.depth = min(depth, self.trips)
         self.stride = self.chunks * CHUNK * GROUP + PADDING
         self.zeros = rows * self.stride
         self.factors = self.zeros + 2 * 16
-        self.shared = self.factors + self.chunks * CHUNK * rows * 4
+        self.scales = self.factors + self.chunks * CHUNK * rows * 4
+        self.ring = self.scales + parts * lines * self.groups
+        self.stage = parts * 2 * 32 * 16
+        self.shared = self.ring + warps * depth * self.stage
 
     @staticmethod
     def here() -> Lane:
         thread, _, _ = cute.arch.thread_idx()
         return Lane(thread, thread // 32, thread % 32 // 4, thread % 4)
 
-    def weight_rows(self, codes: Any, scales: Any, output: Any) -> Any:
-        """Addresses of the codes and scales of an output."""
-        return codes + Int64(output) * self.width, scales + Int64(output) * self.groups
+    def slot(self, shared: Any, lane: Lane) -> Any:
+        """A lane's first place for weights."""
+        return shared + self.ring + lane.warp * (self.depth * self.stage) + lane.thread % 32 * 16
 
-    def load(self, words: Any, marks: Any, stage: int, rows: Any, chunk: Any, lane: Lane) -> None:
-        """A lane's part of a chunk of weights: a group of two outputs of every part."""
+    def next_slot(self, slot: Any, first: Any) -> Any:
+        return Int32(ptx.choose(slot == first + (self.depth - 1) * self.stage, first, slot + self.stage))
+
+    def load(self, slot: Any, codes: Any, chunk: Any, lane: Lane) -> None:
+        """Ask for a lane's part of a chunk of weights: a group of two outputs of every part, of which ``codes`` is the
+        first one's row.
+        """
         group = chunk * CHUNK + lane.quarter
         if self.groups % CHUNK:
             # The activations of a group beyond the last are zeros.
-            group = ptx.choose(group < Int32(self.groups), group, Int32(self.groups - 1))
-        codes, scales = rows[0] + Int64(group) * GROUP_BYTES, rows[1] + Int64(group)
+            group = self.existing(group)
+        source = codes + Int64(group) * GROUP_BYTES
         for part in range(self.parts):
             for half in range(2):
                 output = part * self.apart + half * (LINES // 2)
-                place = (stage * self.parts + part) * 2 + half
-                for word, value in enumerate(ptx.stream_pack(codes + output * self.width)):
-                    words[4 * place + word] = value
-                marks[place] = ptx.load_byte(scales + output * self.groups)
+                copy_pack(slot + (part * 2 + half) * (32 * 16), source + output * self.width)
 
-    def multiply(
-        self, words: Any, marks: Any, stage: int, totals: Any, pairs: int, chunk: Any, operand: Operand
-    ) -> None:
+    def existing(self, group: Any) -> Any:
+        return Int32(ptx.choose(group < Int32(self.groups), group, Int32(self.groups - 1)))
+
+    @cute.jit
+    def load_scales(self, scales: Any, lines: Any, thread: Any, shared: Any) -> None:
+        """Ask for the scales of a block: ``lines`` outputs of every part; ``scales`` is the row of the first one."""
+        for part in cutlass.range_constexpr(self.parts):
+            source = scales + part * self.apart * self.groups
+            target = shared + self.scales + part * self.lines * self.groups
+            for piece in cutlass.range(thread, lines * self.groups // 16, self.threads, unroll=1):
+                copy_pack(target + piece * 16, source + Int64(piece) * 16)
+
+    def multiply(self, slot: Any, totals: Any, pairs: int, chunk: Any, operand: Operand, lane: Lane) -> None:
         """Add the products of a stage's weights and ``pairs`` pairs of rows to totals [parts, pairs, 4]."""
         sums = [[[Float32(0.0)] * 4 for _ in range(pairs)] for _ in range(self.parts)]
         # Of many rows the activations are read for each part anew: registers are few.
-        for parts in [range(self.parts)] if pairs == 1 else [[part] for part in range(self.parts)]:
+        together = [range(self.parts)] if pairs <= 2 else [range(part, part + 1) for part in range(self.parts)]
+        for parts in together:
+            words = {part: [ptx.load_shared_words(slot + place * (32 * 16), 4) for place in (2 * part, 2 * part + 1)]
+                     for part in parts}  # fmt: skip
             for two in range(2):
                 codes = [ptx.load_shared_words(code + chunk * operand.step + 16 * two, 4) for code in operand.codes]
                 for word in range(2):
                     rows = [ptx.halves_of(code[2 * word]) + ptx.halves_of(code[2 * word + 1]) for code in codes]
                     for part in parts:
-                        place = 4 * ((stage * self.parts + part) * 2) + 2 * two + word
-                        upper, lower = half_pairs(words[place]), half_pairs(words[place + 4])
+                        upper, lower = (half_pairs(half[2 * two + word]) for half in words[part])
                         for turn in (0, 2):
                             a = [upper[turn], lower[turn], upper[turn + 1], lower[turn + 1]]
                             for pair in range(pairs):
@@ -182,49 +220,80 @@ class FewRows:
         factors = [
             [word.bitcast(Float32) for word in ptx.load_shared_words(column + 8 * pair, 2)] for pair in range(pairs)
         ]
+        group = chunk * CHUNK + lane.quarter
+        if self.groups % CHUNK:
+            group = self.existing(group)
         for part in range(self.parts):
-            place = (stage * self.parts + part) * 2
-            weights = [scale_bits(marks[place + half], Uint32).bitcast(Float32) for half in range(2)]
+            marks = operand.scales + part * self.lines * self.groups + group
+            weights = [
+                scale_bits(load_shared_byte(marks + half * (LINES // 2) * self.groups), Uint32).bitcast(Float32)
+                for half in range(2)
+            ]
             for pair in range(pairs):
                 for index in range(4):
                     scaled = ptx.multiply(sums[part][pair][index], weights[index // 2])
                     total = (part * pairs + pair) * 4 + index
                     totals[total] = ptx.fused_multiply_add(scaled, factors[pair][index % 2], totals[total])
 
-    def operand(self, shared: Any, pairs: int, lane: Lane) -> Operand:
-        """What a lane reads of the activations: column ``line`` has one group's codes, in that group's quarter."""
+    def operand(self, shared: Any, pairs: int, line: Any, lane: Lane) -> Operand:
+        """What a lane reads of the activations: column ``line`` has one group's codes, in that group's quarter.
+
+        ``line``: the lane's first output of the block.
+        """
         mine = lane.line // PAIR == lane.quarter
         first = shared + lane.line % PAIR * self.stride + lane.quarter * GROUP
         zeros = shared + self.zeros
         codes = [ptx.choose(mine, first + pair * (PAIR * self.stride), zeros) for pair in range(pairs)]
         step = ptx.choose(mine, Int32(CHUNK * GROUP), Int32(0))
-        return Operand(codes, step, shared + self.factors + lane.quarter * (self.rows * 4))
+        factors = shared + self.factors + lane.quarter * (self.rows * 4)
+        return Operand(codes, step, factors, shared + self.scales + line * self.groups)
 
     @cute.jit
     def bring(self, given: Any, record: Record, thread: Any, shared: Any) -> None:
-        """Copy a tile's activations into shared memory."""
-        pieces = self.chunks * (CHUNK * GROUP // 16)
-        for index in cutlass.range(thread, record.count * pieces, self.threads, unroll=1):
-            row, piece = index // pieces, index % pieces
-            inside = piece < Int32(self.inputs // 16)
-            column = Int64(ptx.choose(inside, piece, Int32(0))) * 16
-            source = given.values + self.source(given, record, row) * self.inputs + column
-            copy_or_zero(shared + row * self.stride + piece * 16, source, 16, inside)
-        groups = self.chunks * CHUNK
-        for index in cutlass.range(thread, record.count * groups, self.threads, unroll=1):
-            row, group = index // groups, index % groups
-            inside = group < Int32(self.groups)
-            column = Int64(ptx.choose(inside, group, Int32(0))) * 4
-            source = given.factors + self.source(given, record, row) * (self.groups * 4) + column
-            copy_or_zero(shared + self.factors + (group * self.rows + row) * 4, source, 4, inside)
+        """Copy a tile's activations into shared memory, and wait until the block's scales are there too."""
+        if cutlass.const_expr(self.pairs == 1):
+            self.bring_rows(PAIR, given, record, thread, shared)
+        else:
+            if record.count <= Int32(PAIR):
+                self.bring_rows(PAIR, given, record, thread, shared)
+            else:
+                self.bring_rows(self.rows, given, record, thread, shared)
         if thread < Int32(8):
             clear_shared_word(shared + self.zeros + thread * 4)
-        await_copies()
+        await_groups(self.depth)
         cute.arch.sync_threads()
 
-    def source(self, given: Any, record: Record, row: Any) -> Any:
-        """The row of the activations (64-bit) that a tile's row reads: here the sorted rows are stored."""
-        return Int64(record.first + row)
+    def bring_rows(self, rows: int, given: Any, record: Record, thread: Any, shared: Any) -> None:
+        """The activations of ``rows`` rows, all on their way at once; a row that the tile lacks repeats its first."""
+        sources, stores = self.sources(given, record, rows), []
+        packs, padded = self.inputs // 16, self.chunks * (CHUNK * GROUP // 16)
+        for row, piece, source in self.tasks(rows, padded, sources, thread):
+            inside = piece < Int32(packs)
+            place = given.values + (source * packs + Int64(ptx.choose(inside, piece, Int32(0)))) * 16
+            words = [ptx.choose(inside, word, Uint32(0)) for word in ptx.load_pack(place)]
+            stores.append((row * self.stride + piece * 16, words))
+        for row, piece, source in self.tasks(rows, self.chunks * CHUNK, sources, thread):
+            inside = piece < Int32(self.groups)
+            place = given.factors + (source * self.groups + Int64(ptx.choose(inside, piece, Int32(0)))) * 4
+            word = ptx.choose(inside, ptx.load_word(place), Uint32(0))
+            stores.append((self.factors + (piece * self.rows + row) * 4, [word]))
+        for target, words in stores:
+            store_shared_words(shared + target, words)
+
+    def tasks(self, rows: int, each: int, sources: list[Any], thread: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """A thread's share of ``each`` pieces of each row: row, piece and the row's source; the last one repeatedly."""
+        last = rows * each - 1
+        for start in range(0, rows * each, self.threads):
+            index = Int32(ptx.choose(thread + start < Int32(last), thread + start, Int32(last)))
+            source = sources[start // each]
+            for row in range(start // each + 1, min(start + self.threads - 1, last) // each + 1):
+                source = ptx.choose(index >= Int32(row * each), sources[row], source)
+            yield index // each, index % each, source
+
+    def sources(self, given: Any, record: Record, rows: int) -> list[Any]:
+        """The rows of the activations (64-bit) that a tile's rows read: here the sorted rows are stored."""
+        present = [ptx.choose(Int32(row) < record.count, Int32(row), Int32(0)) for row in range(rows)]
+        return [Int64(record.first + row) for row in present]
 
     @staticmethod
     def quad_sum(four: Any, quarter: Any) -> Any:

@@ -421,12 +421,12 @@ def expect_experts(name: str, weight: Weight, shape: list[int]) -> Fp4Weight:
     return weight
 
 
-def few_rows(x: Tensor, slots: int, inner: int, *codes: Tensor) -> ModuleType | None:
+def few_rows(x: Tensor, slots: int, inner: int, *packed: Tensor) -> ModuleType | None:
     """The kernels that take the products instead of the ones here: for few slots, on a GPU, where sizes fit."""
     if not x.is_cuda or slots > MOST_CUTE_SLOTS:
         return None
     kernels = cute_form("quickseek.ops.moe")
-    return kernels if kernels is not None and kernels.fits(x.shape[1], inner, *codes) else None
+    return kernels if kernels is not None and kernels.fits(x.shape[1], inner, *packed) else None
 
 
 def routed_experts(
@@ -446,7 +446,7 @@ def routed_experts(
     top_k = chosen.shape[1]
     slots = rows * top_k
     few = slots <= FEW_SLOTS
-    form = few_rows(x, slots, inner, w13.codes, w2.codes)
+    form = few_rows(x, slots, inner, w13.codes, w13.scales, w2.codes, w2.scales)
     tile_rows = next((size for mean, size in TILE_ROWS if slots <= mean * experts), 64)
     if form is not None:
         tile_rows = form.tile_rows(rows)
