@@ -5,8 +5,10 @@ cuts FP32 to BF16 instead of rounding, rounds E4M3 half up, reads its NaN as 480
 their bits. Arithmetic on BF16 values outside ``tl.dot`` is still wrong there: kernels convert to FP32 first.
 """
 
+import dataclasses
 import importlib.util
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,5 +67,72 @@ def install() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def quicken() -> None:
+    """Keep what the interpreter of this process would find out again at every operation, most of its time: the types
+    of blocks, what a tensor knows by its type, and the type of a result.
+    """
+    from triton.runtime import interpreter
+
+    language, semantic = interpreter.tl, interpreter.interpreter_semantic
+    # Sums and products of integers are else computed again in 64 bits, for an assertion that only ``debug`` makes.
+    assert not semantic.builder.options.debug
+    semantic.builder.options = dataclasses.replace(semantic.builder.options, sanitize_overflow=False)
+
+    blocks, shapes, numpy_types, results = Kept(), Kept(), Kept(), Kept()
+    shipped_block, shipped_tensor = language.block_type.__init__, language.tensor.__init__
+    shipped_numpy_type, shipped_result = interpreter._get_np_dtype, semantic.computation_type_impl
+    shipped_broadcast = semantic.broadcast_impl_value
+
+    # What is kept by the identity of a type holds the type, so no other takes its place.
+    def new_block(cls, element, shape):  # type: ignore[no-untyped-def]
+        key = id(element), *(getattr(size, "value", size) for size in shape)
+        return blocks.get(key) or blocks.keep(key, object.__new__(cls))
+
+    def init_block(self, element, shape):  # type: ignore[no-untyped-def]
+        if "name" not in vars(self):  # which comes last
+            shipped_block(self, element, shape)
+
+    def init_tensor(self, handle, type):  # type: ignore[no-untyped-def]
+        known = shapes.get(id(type))
+        if known is None:
+            shipped_tensor(self, handle, type)
+            shapes.keep(id(type), {name: value for name, value in vars(self).items() if name != "handle"})
+        else:
+            vars(self).update(known, handle=handle)
+
+    def numpy_type(type):  # type: ignore[no-untyped-def]
+        return numpy_types.get(type.name) or numpy_types.keep(type.name, shipped_numpy_type(type))
+
+    def result(a, a_is_scalar, b, b_is_scalar, div_or_mod):  # type: ignore[no-untyped-def]
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        return results.get(key) or results.keep(key, shipped_result(a, a_is_scalar, b, b_is_scalar, div_or_mod))
+
+    def broadcast(lhs, rhs):  # type: ignore[no-untyped-def]
+        return (lhs, rhs) if lhs.type is rhs.type else shipped_broadcast(lhs, rhs)
+
+    def identical_or(shipped):  # type: ignore[no-untyped-def]
+        return lambda self, other: self is other or shipped(self, other)
+
+    language.block_type.__new__, language.block_type.__init__ = new_block, init_block
+    language.tensor.__init__ = init_tensor
+    interpreter._get_np_dtype, semantic.computation_type_impl = numpy_type, result
+    semantic.broadcast_impl_value = broadcast
+    for kind in (language.dtype, language.pointer_type, language.block_type):
+        kind.__eq__ = identical_or(kind.__eq__)
+
+
+class Kept(dict[Any, Any]):
+    """Values by key, all forgotten when there are many: launches bring types of their own."""
+
+    MOST = 10_000
+
+    def keep(self, key: Any, value: Any) -> Any:
+        if len(self) >= self.MOST:
+            self.clear()
+        self[key] = value
+        return value
+
+
 if INTERPRETED and os.environ["TRITON_INTERPRET"] == "1":
     install()
+    quicken()
