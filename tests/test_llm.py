@@ -1,5 +1,6 @@
 """The offline door and the command line, on a miniature written to disk."""
 
+import asyncio
 import json
 import logging
 import os
@@ -8,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,13 @@ from typer.testing import CliRunner
 from quickseek import LLM, SamplingParams
 from quickseek.checkpoint.miniature import write_miniature
 from quickseek.cli import app, figures, main
+from quickseek.compilation import COMPILATION
 from quickseek.engine.answer import RequestOutput
+from quickseek.engine.async_engine import AsyncEngine, EngineDead
+from quickseek.engine.runner import EngineClosed
 from quickseek.errors import (
     CheckpointError,
+    CollectiveTimeout,
     ConfigError,
     DecodeUnsupported,
     PromptError,
@@ -262,6 +270,107 @@ def test_weights_that_changed_in_place_are_taken_over_by_refresh(directory: Path
     changed.refresh()
     fresh = changed.generate(prompt, GREEDY)[0]
     assert fresh.cached_tokens == 0 and fresh.token_ids == wanted.token_ids != before
+
+
+@pytest.mark.parametrize("backend", ["stock", "latency_specialized"])
+def test_weights_that_have_moved_are_refused_by_name(directory: Path, backend: str) -> None:
+    llm = LLM(directory, decode_backend=backend)
+    head, prompt = llm.model.head, list(range(20, 50))
+    expected = llm.generate(prompt, GREEDY)[0].token_ids
+    shipped = head.weight.data
+    head.weight.data = shipped.clone()
+    with pytest.raises(RuntimeError, match=r"changed in place.*head\.weight moved"):
+        llm.refresh()
+    head.weight.data = shipped
+    llm.refresh()
+    assert llm.generate(prompt, GREEDY)[0].token_ids == expected
+
+
+# ------------------------------------------------------------------------------------------ its end
+
+
+@pytest.mark.parametrize("backend", ["stock", "latency_specialized"])
+def test_a_closed_model_is_freed_and_says_so(directory: Path, backend: str) -> None:
+    with LLM(directory, decode_backend=backend, num_speculative_tokens=2) as llm:
+        stream = llm.stream([5, 6, 7], GREEDY)
+        next(stream)
+        held = [llm.model.head.weight, llm.runner.pools.tables, llm.runner.state.anchors, llm.runner.cycle]
+        held += [] if llm.executor is None else [llm.executor, llm.executor.draft]
+        there = [weakref.ref(one) for one in held]
+        runner = llm.runner
+        del held
+        assert all(one() is not None for one in there)
+    assert not any(one() is not None for one in there)
+    llm.close()
+    calls: list[Callable[[], object]] = [
+        *(
+            lambda: llm.generate("a", GREEDY),
+            lambda: llm.chat([{"role": "user", "content": "a"}]),
+            lambda: next(stream),
+        ),
+        *(llm.reset, llm.refresh, lambda: llm.model, lambda: llm.executor, runner.step, runner.renewed),
+        lambda: runner.add(None),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(EngineClosed, match="closed"):
+            call()
+    assert llm.tokenizer.decode([5]), "what needs no model is still there"
+    with pytest.raises(AttributeError, match="unheard_of"):
+        llm.unheard_of  # noqa: B018
+
+
+def test_closing_ends_what_serves_from_a_model(directory: Path) -> None:
+    llm = LLM(directory)
+    engine = AsyncEngine(llm.runner)
+
+    async def ask() -> None:
+        async for _ in engine.stream(llm._requests([[5, 6, 7]], replace(GREEDY, max_tokens=200))[0]):
+            await asyncio.to_thread(llm.close)
+
+    with pytest.raises(EngineDead, match="closed"):
+        asyncio.run(asyncio.wait_for(ask(), 60))
+    assert not engine._thread.is_alive()
+    with pytest.raises(EngineDead, match="closed"):
+        AsyncEngine(llm.runner)
+
+
+@pytest.mark.parametrize("fault", ["none", "raises", "lost"])
+def test_ranks_wait_for_each_other_before_they_free_anything_unless_one_is_lost(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    llm, waits = LLM(directory), list[bool]()
+    monkeypatch.setattr(llm.world, "barrier", lambda: waits.append(hasattr(llm, "model")))
+    if fault == "lost":
+        llm.runner.peers.error = lambda: CollectiveTimeout("all_reduce", 0, 1, 2, [1])  # type: ignore[method-assign]
+    try:
+        with llm:
+            if fault == "raises":
+                raise ValueError("planted")
+    except ValueError:
+        assert fault == "raises"
+    llm.close()
+    assert waits == ([True] if fault == "none" else [])
+    assert llm.runner.closed
+
+
+def test_a_process_ends_although_nothing_was_closed(directory: Path) -> None:
+    script = (
+        "import sys\nfrom quickseek import LLM\nfrom quickseek.engine.async_engine import AsyncEngine\n"
+        "llm = LLM(sys.argv[1], decode_backend='latency_specialized')\nengine = AsyncEngine(llm.runner)\n"
+        "llm.stream([5, 6, 7]).__next__()\ndel llm\nprint('end')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(directory)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_a_start_warms_up_and_logs_what_it_compiled(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    before = COMPILATION.kernels
+    options: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 2, "max_model_len": 16}
+    with LLM(directory, jit_warmup=True, **options) as llm:
+        assert llm.compilation.kernels == before, "a CPU compiles nothing"
+        assert llm.runner.options.warm_up and len(llm.generate([5, 6], replace(GREEDY, max_tokens=3))[0].token_ids) == 3
+    assert "ready: 0 kernels were compiled, which took 0.0 s" in caplog.text
 
 
 @pytest.mark.parametrize(

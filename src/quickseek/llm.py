@@ -18,9 +18,11 @@ from quickseek.checkpoint.hub import resolve
 from quickseek.compilation import COMPILATION, Compilation
 from quickseek.config import DecodeConfig, EngineConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
+from quickseek.decode.memory import DecodeMemory
+from quickseek.decode.places import Places
 from quickseek.decode.requirements import specialized_decode_config
 from quickseek.engine.answer import RequestOutput
-from quickseek.engine.plan import MemoryPlan
+from quickseek.engine.plan import MemoryPlan, graph_bytes
 from quickseek.engine.request import Request
 from quickseek.engine.runner import EngineClosed, Runner, RunnerOptions, Update
 from quickseek.errors import ConfigError, PromptError
@@ -93,6 +95,9 @@ class LLM:
         if decode is not None:
             decode = replace(decode, jit_warmup=config.warms_up)
             self.executor = SpecializedDecode.for_target(self.model, decode)
+        # Graphs of stock steps read weights where they lie, too.
+        parts = {"backbone": self.model.backbone, "head": self.model.head, "draft": self.model.draft}
+        self._places = Places(**{name: part for name, part in parts.items() if part is not None})
         self.runner = self._runner()
 
     @property
@@ -122,8 +127,11 @@ class LLM:
 
     def _runner(self) -> Runner:
         config = self.engine_config
-        plan = memory_plan(config, self.config)
+        kept = DecodeMemory.of(self.executor)
+        plan = replace(memory_plan(config, self.config), mailbox_bytes=kept.mailboxes, embedding_bytes=kept.embedding)
         logger.info("%s", plan)
+        if self.world.device.type == "cuda":
+            plan.check_room(self.world.all_reduce_min(free_bytes(self.world.device)))
         options = RunnerOptions(
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching and config.num_prefix_snapshots > 0,
@@ -237,7 +245,7 @@ class LLM:
                 if wait and not lost:
                     self.world.barrier()
             finally:
-                del self.model, self.executor
+                del self.model, self.executor, self._places
                 # Modules and executor refer to each other.
                 gc.collect()
                 if self.world.device.type == "cuda":
@@ -273,13 +281,15 @@ class LLM:
     def refresh(self) -> None:
         """Go on with weights that were changed in place: what was derived from them is made again, prefixes forgotten.
 
-        Collective. RuntimeError while requests are under way, or for weights of a specialized decode that have moved.
+        Collective. RuntimeError while requests are under way, or naming weights that have moved (RankDisagreement where
+        ranks differ): graphs would go on reading the old ones.
         """
         with self._lock:
             self._check_open()
             if self._inboxes or not self.runner.idle:
                 raise RuntimeError("weights cannot be refreshed while requests are under way")
             if self.executor is None:
+                together(self.world, "refreshing weights", self._places.check)
                 self.model.backbone.finalize_mhc_broadcast_weights()
             else:
                 self.executor.refresh()
@@ -393,7 +403,7 @@ def longest_context(options: EngineConfig, config: ModelConfig) -> int:
 
 def memory_plan(options: EngineConfig, config: ModelConfig) -> MemoryPlan:
     """The pools of an engine; ConfigError names the option to change where they do not fit."""
-    return MemoryPlan.build(
+    plan = MemoryPlan.build(
         config,
         numerics_of(options),
         budget_bytes=options.kv_cache_memory_bytes,
@@ -403,6 +413,15 @@ def memory_plan(options: EngineConfig, config: ModelConfig) -> MemoryPlan:
         num_speculative_tokens=options.num_speculative_tokens,
         block_tokens=options.block_size,
     )
+    if not options.device.startswith("cuda"):
+        return plan
+    return replace(plan, graph_bytes=graph_bytes(config, options.max_num_seqs, options.num_speculative_tokens))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a GPU has left for this process: free memory, and what PyTorch holds of it without use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _with_bar(updates: Iterator[Update], count: int) -> Iterator[Update]:

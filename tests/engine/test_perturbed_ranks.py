@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_cases import written
+from quickseek.engine.cycle import Needs
 from quickseek.llm import LLM
 from quickseek.parallel.virtual import VirtualWorld, run_virtual
 from quickseek.sampling_params import SamplingParams
@@ -62,3 +63,31 @@ def test_logits_that_differ_in_the_last_place_give_the_same_tokens(
 def test_without_the_choice_of_rank_0_they_would_part(directory: Path) -> None:
     first, second = run(directory, 0, GREEDY, False, True)
     assert first != second
+
+
+def broadcasts(world: VirtualWorld, directory: Path, drafts: int) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Shapes that D broadcasts in each cycle of an answer, and what rank 0's numbers become on this rank."""
+    llm = LLM(directory, world=world, num_speculative_tokens=drafts, **OPTIONS)
+    cycle, broadcast, shapes = llm.runner.cycle, world.broadcast, list[list[int]]()
+
+    def told(x: Tensor, source: int = 0) -> Tensor:
+        shapes.append(list(x.shape))
+        return broadcast(x, source)
+
+    world.broadcast = told  # type: ignore[method-assign]
+    step = cycle.verify(torch.tensor([0, 0]), 32)
+    shapes.clear()
+    cycle.decide(step, Needs.of([]))
+    asked = list(shapes)
+    odd = [[float("nan"), -0.0], [1e-45, 3.0e38]] if world.rank == 0 else [[1.0, 2.0], [3.0, 4.0]]
+    tokens, numbers = cycle._told(torch.tensor([[5 + world.rank], [-1]]), torch.tensor(odd, dtype=torch.float32))
+    return asked, tokens, numbers
+
+
+def test_a_cycle_asks_rank_0_for_its_choice_and_once_for_all_of_its_drafts(directory: Path) -> None:
+    for drafts, wanted in ((0, [[2, 3]]), (3, [[2, 9], [2, 6]])):
+        for asked, tokens, numbers in run_virtual(broadcasts, 2, directory, drafts, timeout_s=300.0):
+            assert asked == wanted
+            assert tokens.tolist() == [[5], [-1]] and numbers.dtype == torch.float32
+            expected = torch.tensor([[float("nan"), -0.0], [1e-45, 3.0e38]])
+            assert torch.equal(numbers.view(torch.int32), expected.view(torch.int32)), "bits of rank 0"

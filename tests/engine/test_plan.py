@@ -2,19 +2,24 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from quickseek.checkpoint.miniature import miniature_config
 from quickseek.config import ModelConfig
+from quickseek.decode.memory import DecodeMemory
 from quickseek.engine.blocks import BlockPool
-from quickseek.engine.plan import OPTIONS, MemoryPlan
+from quickseek.engine.plan import OPTIONS, MemoryPlan, graph_bytes
 from quickseek.engine.pools import Pools
 from quickseek.engine.scheduler import Scheduler, SchedulerLimits
 from quickseek.errors import ConfigError
 from quickseek.numerics import Numerics
 from quickseek.ops.cache import SLACK
+from quickseek.parallel.fabric import VirtualFabric
+from quickseek.parallel.watchdog import Watchdog
 
 RELEASED = ModelConfig.from_file(Path(__file__).parent.parent / "golden/released_config.json")
 TINY = miniature_config("tiny")
@@ -141,5 +146,58 @@ def test_the_advice_of_a_refusal_is_right_to_the_slot() -> None:
 
 def test_a_plan_is_printed_in_a_few_lines() -> None:
     text = str(released(num_snapshots=2))
-    assert len(text.splitlines()) == 4
+    assert len(text.splitlines()) == 5
     assert "890 bytes a token" in text and "4 request and 2 snapshot slots" in text and "longest request 100000" in text
+
+
+def test_a_plan_tells_what_lies_beside_the_caches() -> None:
+    plan = released()
+    assert "(counted once the model is loaded), 0.0 MiB left for graphs" in str(plan)
+    mib = 1 << 20
+    full = dataclasses.replace(plan, mailbox_bytes=3 * mib, embedding_bytes=1010 * mib, graph_bytes=600 * mib)
+    assert "mailboxes 3.0 MiB, embedding's replica 1010.0 MiB, 600.0 MiB left for graphs" in str(full)
+    assert full.total_bytes == plan.total_bytes, "the budget is that of the caches"
+
+
+def test_graphs_are_left_more_room_the_more_logits_a_step_has() -> None:
+    few, many = graph_bytes(RELEASED, 1, 0), graph_bytes(RELEASED, 16, 5)
+    assert (many - few) / (few - 512 * 2**20) == 16 * 6 - 1
+    assert many == 512 * 2**20 + 32 * 96 * RELEASED.vocab_size
+
+
+def test_a_plan_that_does_not_fit_a_gpu_beside_its_graphs_says_what_does() -> None:
+    plan = dataclasses.replace(released(), graph_bytes=2 * GIB)
+    plan.check_room(plan.total_bytes + 2 * GIB)
+    with pytest.raises(
+        ConfigError, match=rf"kv_cache_memory_bytes = {20 * GIB}: expected at most {plan.total_bytes - 1}"
+    ):
+        plan.check_room(plan.total_bytes + 2 * GIB - 1)
+    with pytest.raises(ConfigError, match="at most 0: 1024 MiB of the GPU are free, 2048 of which"):
+        plan.check_room(GIB)
+
+
+def test_what_an_executor_keeps_is_counted_mailbox_by_mailbox() -> None:
+    def box(size: int) -> SimpleNamespace:
+        return SimpleNamespace(local=torch.zeros(size, dtype=torch.uint8))
+
+    def boundary(*sizes: int) -> SimpleNamespace:
+        implementation = SimpleNamespace(mailboxes=[box(size) for size in sizes])
+        return SimpleNamespace(all_reduce=SimpleNamespace(collective=SimpleNamespace(implementation=implementation)))
+
+    fabric = VirtualFabric.ranks(1, "cpu")[0]
+    gather = SimpleNamespace(_gather=SimpleNamespace(launches=True, mailbox=box(100)))
+    in_turns = SimpleNamespace(_gather=SimpleNamespace(launches=False))
+    executor: Any = SimpleNamespace(
+        fabric=fabric,
+        boundaries=boundary(1000, 200),
+        draft=SimpleNamespace(boundaries=boundary(30)),
+        row_shard=SimpleNamespace(lamport=gather),
+        gather=SimpleNamespace(gather=in_turns),
+        embedding=SimpleNamespace(table=torch.zeros(4, 8, dtype=torch.bfloat16)),
+    )
+    control = Watchdog.of(fabric).mailbox.local.nbytes
+    assert DecodeMemory.of(executor) == DecodeMemory(mailboxes=control + 1330, embedding=64)
+    executor.draft = executor.row_shard = executor.embedding = None
+    assert DecodeMemory.of(executor) == DecodeMemory(mailboxes=control + 1200)
+    executor.fabric = None
+    assert DecodeMemory.of(executor) == DecodeMemory.of(None) == DecodeMemory()

@@ -1,4 +1,8 @@
-"""The memory plan: how many blocks and slots a byte budget holds, in Python integers (spec/model.md 6.9, 6.10)."""
+"""The memory plan: how many blocks and slots a byte budget holds, in Python integers (spec/model.md 6.9, 6.10).
+
+The budget is that of the caches. Beside them, and beside the weights, it counts what the specialized decode keeps on
+the device, and how much is left alone for the graphs.
+"""
 
 from dataclasses import dataclass, replace
 from math import lcm
@@ -21,6 +25,11 @@ OPTIONS = {
     "block_tokens": "block_size",
 }
 """Fields of the plan that a user sets under another name, which errors use."""
+GRAPH_BYTES = 512 << 20
+"""Left for graphs, whatever the batch: activations of a step, workspaces of libraries. An allowance, not measured."""
+GRAPH_BYTES_A_LOGIT = 32
+"""And for each logit of the largest step: V's of all sizes, FP32, are twice those of the largest; 24 bytes for D's
+probabilities in FP64 and what they are made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +37,9 @@ class MemoryPlan:
     """Sizes of the pools, scratch included.
 
     Slots 1 to ``max_num_seqs`` are the requests', the ``num_snapshots`` after them hold snapshots. ``block_bytes``: a
-    block over all paged caches; ``slot_bytes``: a slot over all slot caches.
+    block over all paged caches; ``slot_bytes``: a slot over all slot caches. Not in the budget: ``mailbox_bytes`` and
+    ``embedding_bytes`` of the specialized decode (decode/memory.py), which are there before the caches, None as long as
+    no model is loaded; ``graph_bytes``, which stay free for the graphs (0: none are captured).
     """
 
     block_tokens: int
@@ -40,6 +51,9 @@ class MemoryPlan:
     block_bytes: int
     slot_bytes: int
     budget_bytes: int
+    mailbox_bytes: int | None = None
+    embedding_bytes: int | None = None
+    graph_bytes: int = 0
 
     @classmethod
     def build(
@@ -145,6 +159,17 @@ class MemoryPlan:
         held = (self.num_blocks - 1) * self.block_tokens - self.rows_ahead + 1
         return min(self.max_model_len, held)
 
+    def check_room(self, free_bytes: int) -> None:
+        """ConfigError if caches and graphs take more than ``free_bytes``, which the device has left for both."""
+        room = free_bytes - self.graph_bytes
+        if self.total_bytes > room:
+            mib = 1 << 20
+            expected = (
+                f"at most {max(room, 0)}: {free_bytes / mib:.0f} MiB of the GPU are free, {self.graph_bytes / mib:.0f} "
+                "of which are kept for graphs"
+            )
+            raise ConfigError(OPTIONS["budget_bytes"], self.budget_bytes, expected)
+
     def request_bytes(self, length: int) -> int:
         """Bytes that a request of ``length`` rows owns: its slot, and blocks for these rows and those ahead."""
         return self.slot_bytes + -(-(length + self.rows_ahead) // self.block_tokens) * self.block_bytes
@@ -158,8 +183,21 @@ class MemoryPlan:
                 f"  {self.max_num_seqs} request and {self.num_snapshots} snapshot slots of {self.slot_bytes} bytes",
                 f"  longest request {self.longest} of {self.max_model_len} tokens, "
                 f"{self.request_bytes(self.longest) / mib:.1f} MiB",
+                f"  beside it: {self._beside()}, {self.graph_bytes / mib:.1f} MiB left for graphs",
             )
         )
+
+    def _beside(self) -> str:
+        if self.mailbox_bytes is None or self.embedding_bytes is None:
+            return "mailboxes and the embedding's replica (counted once the model is loaded)"
+        mib = 1 << 20
+        return f"mailboxes {self.mailbox_bytes / mib:.1f} MiB, embedding's replica {self.embedding_bytes / mib:.1f} MiB"
+
+
+def graph_bytes(config: ModelConfig, max_num_seqs: int, num_speculative_tokens: int) -> int:
+    """What is left alone on a GPU for the private pool of the graphs: an allowance by the largest step's logits."""
+    logits = max_num_seqs * (num_speculative_tokens + 1) * config.vocab_size
+    return GRAPH_BYTES + GRAPH_BYTES_A_LOGIT * logits
 
 
 def _row_bytes(spec: CacheSpec) -> int:

@@ -8,6 +8,7 @@ scratch slot and block, what these held is put back, and every rank does the sam
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from quickseek.sampling_params import MAX_LOGPROBS, SamplingParams
 
 TOKEN = 0
 """What prompts are made of: nothing depends on it."""
+POWERS = (1, 2, 4, 8, 16, 32)
+"""Numbers of rows that are run with more contexts: attention shares the keys of few rows out among programs."""
 
 
 class WarmUp:
@@ -42,58 +45,72 @@ class WarmUp:
     def run(self) -> None:
         """Run every step. Collective; nothing that a request can read is changed."""
         with self._kept():
-            for count, end in self._prompts():
-                self._read([count], [end])
-            for requests in sizes(self.most_requests):
-                self._read([1] * requests, [min(self.longest, requests + 1)] * requests)
-                self._choose_first(requests)
-                self._decode(requests)
+            for count in reversed(sizes(self.most_tokens)):
+                for end in self._ends(count):
+                    self._read(count, end)
+            for requests in range(self.most_requests, 0, -1):
+                self._together(requests)
 
-    def _prompts(self) -> Iterator[tuple[int, int]]:
-        """Rows of a step and where they end: all contexts that lists of selections grow with, the largest first.
+    def _ends(self, count: int) -> list[int]:
+        """Where requests end that have ``count`` rows together, as kernels tell contexts apart.
 
-        Beyond these the lists are full, and what else depends on the context depends on nothing else: one row for each.
+        How wide a row's list of selections is, and whether that is a multiple of 16; of few rows also how attention
+        shares their keys out, and of one how the lists of long contexts are chosen.
         """
-        ratios = [ratio for ratio in self.config.compress_ratios if ratio]
-        full = min(self.longest, 2 * max(ratios, default=0) * self.config.index_topk)
-        for count in reversed(sizes(self.most_tokens)):
-            for end in {count, *(end for end in contexts(full) if end > count)}:
-                yield count, end
-        for end in contexts(self.longest):
-            yield 1, end
+        found = self._widths(-(-count // self.most_requests))
+        if count in POWERS:
+            found |= set(contexts(min(max(found), self.longest)))
+        return sorted(
+            end for end in found | (set(contexts(self.longest)) if count == 1 else set()) if end <= self.longest
+        )
 
-    def _read(self, counts: list[int], ends: list[int]) -> None:
-        """A step of prompts' rows, as the runner launches it."""
+    def _widths(self, least: int) -> set[int]:
+        """Contexts of ``least`` tokens or more with lists of each kind: a multiple of 16, another number, and all."""
+        ratios = {ratio for ratio in self.config.compress_ratios if ratio}
+        unit = lcm(*ratios)
+        multiple = -(-least // (16 * unit)) * 16 * unit
+        full = max(ratios, default=0) * self.config.index_topk + unit
+        return {min(end, self.longest) for end in (multiple, multiple + unit, max(full, multiple))}
+
+    def _read(self, count: int, end: int) -> None:
+        """A step of ``count`` rows of prompts at ``end``, of as few requests as it takes, as the runner launches it."""
+        requests = -(-count // end)
+        rows = [count // requests + (number < count % requests) for number in range(requests)]
         for replayed in (0, 1) if self.replays else (0,):
-            batch = PrefillBatch.build(
-                [
-                    PrefillChunk(_scratch(end), end - count, count, last=True, replayed=replayed, oldest=replayed)
-                    for count, end in zip(counts, ends, strict=True)
-                ],
-                self.config.engram_max_ngram_size - 1,
-                self.pools.staging,
-            )
-            hidden = self.cycle.prefill(
+            chunks = [
+                PrefillChunk(_scratch(end), end - mine, mine, last=True, replayed=replayed, oldest=replayed)
+                for mine in rows
+            ]
+            batch = PrefillBatch.build(chunks, self.config.engram_max_ngram_size - 1, self.pools.staging)
+            self.cycle.prefill(
                 batch.slots, batch.ids, batch.rows, batch.lookback, oldest=batch.oldest, keep_from=batch.keep_from
             )
-            self.cycle.first_token(batch.slots[batch.last], hidden[batch.last], Needs.of([]))
+            # Decode steps go on from there, and must stay within the block table.
+            self.cycle.state.lengths[SCRATCH] = 0
             self.steps += 1
 
-    def _choose_first(self, requests: int) -> None:
-        hidden = torch.zeros(
-            requests, self.config.hidden_size, dtype=self.cycle.model.numerics.dtype, device=self.pools.device
-        )
-        for needs, masks in self._kinds(requests, 1):
+    def _together(self, requests: int) -> None:
+        """What ``requests`` requests do at once: begin their answers, and decode eagerly.
+
+        What one of them asks for is asked of some numbers of requests only: the kernels of D see them as rows.
+        """
+        kinds = requests in sizes(self.most_requests)
+        hidden = self.cycle.model.head.weight.new_zeros(requests, self.config.hidden_size)
+        hidden = hidden.to(self.cycle.model.numerics.dtype)
+        for needs, masks in self._kinds(requests, 1) if kinds else self._plain():
             self.cycle.first_token(self._slots(requests), hidden, needs, masks)
-
-    def _decode(self, requests: int) -> None:
-        """Decode steps that no graph holds: those of requests that ask for more, those the host paces."""
         drafts = self.cycle.drafts
-        for count in range(drafts + 1) if self.paced else (drafts,):
-            step = self.cycle.verify(self._slots(requests), self.longest, count)
-            self.steps += 1
-            for needs, masks in self._kinds(requests, count + 1):
+        for count in range(drafts, -1 if self.paced else drafts - 1, -1):
+            for end in sorted({self.longest, *self._widths(count + 1)}):
+                step = self.cycle.verify(self._slots(requests), end, count)
+                self.steps += 1
+            for needs, masks in self._kinds(requests, count + 1) if kinds else self._plain():
                 self.cycle.decide(step, needs, masks)
+
+    @staticmethod
+    def _plain() -> Iterator[tuple[Needs, Tensor | None]]:
+        for sampled in (False, True):
+            yield replace(Needs.of([]), sampled=sampled), None
 
     def _kinds(self, requests: int, rows: int) -> Iterator[tuple[Needs, Tensor | None]]:
         """What requests may ask of D: each by itself and all of it, greedily and sampled."""
@@ -125,12 +142,17 @@ class WarmUp:
 
 
 def sizes(most: int) -> list[int]:
-    """Powers of two up to ``most``, the numbers half-way between them, and ``most``."""
-    found, size = {most}, 1
-    while size <= most:
-        found |= {size, min(size + size // 2, most)}
+    """Numbers of rows up to ``most`` of which one lies in every class that kernels are compiled for.
+
+    Classes end where a launch's constants meet sizes of the model (rows times heads, pairs for each expert), so that
+    some are narrow. Beyond 256 there are few.
+    """
+    found = {most, *range(1, 25), *range(28, 129, 4), *range(136, 257, 8), 33, 65, 129, 257}
+    size = 256
+    while size < most:
+        found |= {size, size + size // 2}
         size *= 2
-    return sorted(found)
+    return sorted(one for one in found if one <= most)
 
 
 def contexts(most: int) -> list[int]:

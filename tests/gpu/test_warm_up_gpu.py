@@ -1,0 +1,115 @@
+"""On a GPU nothing is compiled once an engine has started, whatever its requests ask for; and what it keeps."""
+
+import random
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_cases import written
+from quickseek.config import DecodeConfig
+from quickseek.decode.executor import SpecializedDecode
+from quickseek.decode.memory import DecodeMemory
+from quickseek.llm import LLM
+from quickseek.parallel.virtual import VirtualWorld, run_virtual
+from quickseek.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
+OPTIONS |= {"max_num_seqs": 6, "num_speculative_tokens": 3, "max_num_batched_tokens": 192}
+ASKED: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_p": 0.9}, {"logprobs": 3}, {"min_tokens": 2}, {"top_k": 4}]
+ASKED += [{"presence_penalty": 0.5}, {"logit_bias": {5: 1.0}}]
+if find_spec("xgrammar") is not None:
+    ASKED.append({"regex": "[ab]{1,8}", "ignore_eos": False})
+
+
+def serve(llm: LLM, count: int = 60, seed: int = 0) -> None:
+    """Prompts of 1 to 130 tokens, and a few long ones, from requests of all kinds that join while others run."""
+    chooser, runner, waiting = random.Random(seed), llm.runner, []
+    for number in range(count):
+        length = chooser.randint(1, 130) if number % 8 else chooser.randint(130, 480)
+        params = replace(
+            SamplingParams(max_tokens=chooser.randint(1, 20), ignore_eos=True), **ASKED[number % len(ASKED)]
+        )
+        prompt = [chooser.randrange(3, llm.config.vocab_size) for _ in range(length)]
+        waiting.append(llm._requests([prompt], params)[0])
+    while waiting or not runner.idle:
+        while waiting and chooser.random() < 0.4:
+            runner.add(waiting.pop())
+        for update in runner.step():
+            assert update.output.error is None, update.output.error
+
+
+def compiled_while_serving(directory: Path, options: dict[str, Any]) -> tuple[int, int, list[str]]:
+    """Kernels compiled at start and by requests in a process of its own, and the names of the latter."""
+    with LLM(directory, **OPTIONS | options) as llm:
+        ready = llm.compilation.kernels
+        serve(llm)
+        late = llm.compilation.kernels - ready
+        graphs = llm.runner.graphs
+        assert graphs is not None and graphs.replays > 20 and llm.runner.cycle.steps >= graphs.replays
+        return ready, late, sorted(llm.compilation._named)
+
+
+def in_a_new_process(*arguments: Any) -> tuple[int, int, list[str]]:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(compiled_while_serving, *arguments).result(timeout=540)
+
+
+@pytest.fixture(scope="module")
+def tiny_tp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("checkpoint"), "tiny-tp")
+
+
+@pytest.mark.parametrize("backend", ["stock", "latency_specialized"])
+def test_requests_of_all_kinds_compile_nothing_after_the_start(tiny_tp: Path, backend: str) -> None:
+    ready, late, names = in_a_new_process(tiny_tp, {"decode_backend": backend})
+    assert ready > 50 and late == 0, names
+
+
+def test_without_a_warm_up_they_do(tiny_tp: Path) -> None:
+    """Negative control: the counter sees what requests compile."""
+    _, late, names = in_a_new_process(tiny_tp, {"jit_warmup": False})
+    assert late > 10 and len(names) > 5
+
+
+def test_a_closed_engine_gives_its_memory_back(tiny_tp: Path) -> None:
+    def used() -> int:
+        return torch.cuda.memory_allocated()
+
+    LLM(tiny_tp, **OPTIONS | {"jit_warmup": False}).close()
+    before = used()
+    llm = LLM(tiny_tp, **OPTIONS | {"jit_warmup": False})
+    assert used() > before + llm.runner.plan.total_bytes // 2
+    llm.close()
+    assert used() <= before + (1 << 20)
+
+
+def kept(world: VirtualWorld, directory: Path) -> tuple[int, int]:
+    """Bytes that an executor says its mailboxes take, and what was allocated by fabrics while it was built."""
+    llm = LLM(
+        directory, world=world, tensor_parallel_size=2, **OPTIONS | {"decode_backend": "stock", "jit_warmup": False}
+    )
+    allocated, fabric = list[int](), world.fabric()
+    allocate = fabric.allocate
+
+    def counted(*given: Any, **named: Any) -> Any:
+        mailbox = allocate(*given, **named)
+        allocated.append(mailbox.local.nbytes)
+        return mailbox
+
+    fabric.allocate = counted  # type: ignore[method-assign]
+    world.fabric = lambda: fabric  # type: ignore[method-assign]
+    executor = SpecializedDecode.for_target(llm.model, DecodeConfig())
+    return DecodeMemory.of(executor).mailboxes, sum(allocated)
+
+
+def test_mailboxes_are_counted_to_the_byte(tiny_tp: Path) -> None:
+    for told, allocated in run_virtual(kept, 2, tiny_tp, device="cuda", timeout_s=300.0):
+        assert told == allocated > 100_000
