@@ -45,6 +45,7 @@ def block(count: int, heads: int) -> Callable[[], object]:
 def launches() -> dict[str, Callable[[], object]]:
     return {
         "1 row, TP 4": step(1, 16),
+        "1 row, TP 1": step(1, 64),
         "1 row, TP 8, plain caches": step(1, 8, packed=False),
         "6 rows, TP 4": step(6, 16),
         "6 rows, TP 4, window only": step(6, 16, reads_global=False),
