@@ -349,9 +349,10 @@ class Grid:
         a, b = (self.read(one, kind) for one in operands[1:3])
         with np.errstate(all="ignore"):
             if parts[1] in ("wide", "hi"):
-                wide = np.dtype(kind).str[1] + str(2 * np.dtype(kind).itemsize)
+                size = np.dtype(kind).itemsize
+                wide = f"{np.dtype(kind).kind}{2 * size}"
                 product = a.astype(wide) * b.astype(wide)
-                self.write(operands[0], product if parts[1] == "wide" else (product >> 32).astype(kind))
+                self.write(operands[0], product if parts[1] == "wide" else (product >> (8 * size)).astype(kind))
             else:
                 self.write(operands[0], a * b)
 

@@ -3,9 +3,7 @@
 Both operations are one kernel over the keys of a row, in tiles: first the window's (ring records, then rows of this
 step), then the entries of its list. With many rows a program takes all tiles of a row and writes the output: one
 launch. With few, each takes some of them and leaves maximum, sum and mixed values in FP32; a second launch adds
-these up in a fixed order. Where one tile each is enough, a kernel without a loop takes it: there time goes into loads
-that wait for each other and into instructions that are fetched for the first time. The split depends on the number of
-rows alone, so a row's bits do not depend on other rows.
+these up in a fixed order. The split depends on the number of rows alone, so a row's bits do not depend on other rows.
 
 Must move: 528 bytes a window record, 288 a listed row, queries and outputs 2 h D bytes a row. The FP32 parts of a split
 row, 4 h D bytes a split, are written and read again (from the L2 cache).
@@ -34,13 +32,7 @@ TILES = ((4, 16, 4), (64, 32, 4), (1 << 31, 64, 8))
 
 Where rows are few, smaller tiles let more programs share the keys of one.
 """
-SINGLE = True
-"""Whether programs that take one tile each run ``_attend_tile``."""
-SINGLE_WARPS = 8
-"""Warps of a program of ``_attend_tile``."""
-RESIDENT = 1
-"""Programs a multiprocessor up to which rows are split into parts of one tile."""
-ADD_UP = (64, 4)
+ADD_UP = (32, 1)
 """Channels and warps of a program that adds up parts."""
 MOST_HEADS = 32
 """Query heads of a program: their FP32 sums of D channels stay in registers."""
@@ -84,50 +76,29 @@ def _scaled_e4m3(codes, scale):
 
 
 @triton.jit
-def _loaded(storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
-    """Codes and scales of the records that begin at elements ``base`` int64 [n]; zeros where not ``seen``.
-
-    Of plain records: their values [n, padded], twice.
-    """
+def _records(storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
+    """BF16 values [n, padded] of the records that begin at elements ``base`` int64 [n]; zeros where not ``seen``."""
     start = storage + base[:, None]
     if kind == 0:
         channel = tl.arange(0, padded)[None, :]
-        codes = tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0.0)
-        scales = codes
+        return tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0.0)
     elif kind == 1:
         channel = tl.arange(0, padded)[None, :]
         group = tl.arange(0, padded // 32)[None, :]
         codes = tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0)
         scales = tl.load(start + width + group, mask=seen[:, None] & (group < width // 32), other=0)
+        scales = math.e8m0_value(scales).to(tl.bfloat16)[:, :, None]
+        values = _scaled_e4m3(tl.reshape(codes, (base.shape[0], padded // 32, 32)), scales)
+        return tl.reshape(values, (base.shape[0], padded))
     else:
         pair = tl.arange(0, padded // 2)[None, :]
         group = tl.arange(0, padded // 16)[None, :]
-        codes = tl.load(start + pair, mask=seen[:, None] & (pair < width // 2), other=0)
+        pairs = tl.load(start + pair, mask=seen[:, None] & (pair < width // 2), other=0)
         scales = tl.load(start + width // 2 + group, mask=seen[:, None] & (group < width // 16), other=0)
-    return codes, scales
-
-
-@triton.jit
-def _decoded(codes, scales, kind: tl.constexpr):
-    """BF16 values [n, padded] of what ``_loaded`` gives."""
-    if kind == 0:
-        return codes
-    elif kind == 1:
-        scales = math.e8m0_value(scales).to(tl.bfloat16)[:, :, None]
-        values = _scaled_e4m3(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 32, 32)), scales)
-        return tl.reshape(values, codes.shape)
-    else:
         scales = math.e4m3_value(scales).to(tl.bfloat16)[:, :, None]
-        pairs = tl.reshape(codes, (codes.shape[0], codes.shape[1] // 8, 8))
+        pairs = tl.reshape(pairs, (base.shape[0], padded // 16, 8))
         even, odd = math.e2m1_pairs(pairs, tl.broadcast_to(scales, pairs.shape), SMALL=False)
-        return tl.reshape(tl.join(even, odd), (codes.shape[0], 2 * codes.shape[1]))
-
-
-@triton.jit
-def _records(storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
-    """BF16 values [n, padded] of the records that begin at elements ``base`` int64 [n]; zeros where not ``seen``."""
-    codes, scales = _loaded(storage, base, seen, width, padded, kind)
-    return _decoded(codes, scales, kind)
+        return tl.reshape(tl.join(even, odd), (base.shape[0], padded))
 
 
 @triton.jit
@@ -180,88 +151,10 @@ def _rotated(x, cos, sin, first, width: tl.constexpr, pairs: tl.constexpr, inver
 
 
 @triton.jit
-def _window(row, positions, requests, starts, oldest, window_size, block_rows, in_blocks: tl.constexpr):
-    """The request of a row, its first position in the ring and the one behind the last, its first row and their count.
-
-    Not ``in_blocks``: a step's row, which sees itself and what is before it. Else: a row of a draft block of
-    ``block_rows``, which sees the window up to its request's last position, and all rows of its block.
-    """
-    if not in_blocks:
-        request = tl.load(requests + row)
-        position = tl.load(positions + row)
-        start = tl.load(starts + request)
-        lowest = tl.maximum(tl.maximum(tl.load(oldest + request), position - window_size + 1), 0)
-        ring_first, ring_end = lowest, start
-        step_count = position - tl.maximum(lowest, start) + 1
-        step_first = row + 1 - step_count
-    else:
-        block = row // block_rows
-        request = tl.load(requests + block)
-        position = tl.load(positions + block)
-        ring_first, ring_end = tl.maximum(position - window_size + 1, 0), position + 1
-        step_count = tl.cast(block_rows, tl.int64)
-        step_first = block * block_rows
-    return request, ring_first, ring_end, step_first, step_count
-
-
-@triton.jit
 def _sent():
     """The assembler moves no load from before this behind what waits for another one."""
     if not math.INTERPRETED:
         tl.debug_barrier()
-
-
-@triton.jit
-def _held(keys):
-    """The same BF16 keys: the compiler does not see that, and decodes them once, not for each use in its layout."""
-    if math.INTERPRETED:
-        return keys
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [keys], dtype=tl.bfloat16, is_pure=False, pack=2)
-
-
-@triton.jit
-def _held_angles(cosines, sines):
-    """The same FP32 values: layouts change behind this, when both loads have been sent."""
-    if math.INTERPRETED:
-        return cosines, sines
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $2; mov.b32 $1, $3;", "=&r,=&r,r,r", [cosines, sines],
-        dtype=(tl.float32, tl.float32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _query_turned(query, cosines, sines, width: tl.constexpr, pairs: tl.constexpr):
-    """BF16 query [h, padded], the last ``pairs`` pairs of its ``width`` channels rotated by FP32 [padded / 2]."""
-    cosines, sines = _held_angles(cosines, sines)
-    even, odd = tl.split(tl.reshape(query.to(tl.float32), [query.shape[0], query.shape[1] // 2, 2]))
-    one, other = math.rotate_pairs(even, odd, cosines[None, :], sines[None, :])
-    turned = tl.reshape(tl.join(one, other), query.shape).to(tl.bfloat16)
-    channel = tl.arange(0, query.shape[1])[None, :]
-    return tl.where((channel >= width - 2 * pairs) & (channel < width), turned, query)
-
-
-@triton.jit
-def _of_one_tile(keys, seen, queries, scale, slices: tl.constexpr):
-    """Maximum and sum [h] and weighted sum [h, D], FP32, of keys BF16 [n, D] under queries BF16 [h, D].
-
-    Scores are the sums of ``slices`` parts of the channels, one a warp: a single product of few rows would be a chain
-    of D / 16 steps in each of them.
-    """
-    PART: tl.constexpr = keys.shape[1] // slices
-    keys = _held(keys)
-    mine = tl.permute(tl.reshape(queries, (queries.shape[0], slices, PART)), (1, 0, 2))
-    theirs = tl.permute(tl.reshape(keys, (keys.shape[0], slices, PART)), (1, 2, 0))
-    scores = tl.sum(tl.dot(mine, theirs), 0) * scale
-    scores = tl.where(seen[None, :], scores, float("-inf"))
-    largest = tl.max(scores, 1)
-    # Where no key has been seen the maximum is -inf, and -inf - -inf would be a NaN.
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp(scores - base[:, None])
-    high = weights.to(tl.bfloat16)
-    low = (weights - high.to(tl.float32)).to(tl.bfloat16)
-    mixed = tl.dot(low, keys, tl.dot(high, keys))
-    return largest, tl.sum(weights, 1), mixed
 
 
 # ---------------------------------------------------------------------------------------------- kernels
@@ -297,9 +190,21 @@ def _attend(
         query = query.to(tl.bfloat16)
     query = tl.trans(query)
 
-    request, ring_first, ring_end, step_first, step_count = _window(
-        row, positions, requests, starts, oldest, window_size, block_rows, in_blocks
-    )
+    if not in_blocks:
+        request = tl.load(requests + row)
+        position = tl.load(positions + row)
+        start = tl.load(starts + request)
+        lowest = tl.maximum(tl.maximum(tl.load(oldest + request), position - window_size + 1), 0)
+        ring_first, ring_end = lowest, start
+        step_count = position - tl.maximum(lowest, start) + 1
+        step_first = row + 1 - step_count
+    else:
+        block = row // block_rows
+        request = tl.load(requests + block)
+        position = tl.load(positions + block)
+        ring_first, ring_end = tl.maximum(position - window_size + 1, 0), position + 1
+        step_count = tl.cast(block_rows, tl.int64)
+        step_first = block * block_rows
     ring_base = tl.load(ring_table + request * ring_table_stride) * ring_stride
     ring_record: tl.constexpr = width + width // 32 if ring_kind == 1 else width
     pages_record: tl.constexpr = width // 2 + width // 16 if pages_kind == 2 else width
@@ -358,81 +263,6 @@ def _attend(
         if pairs > 0:
             value = _rotated(math.rounded(value), cos + row * pairs, sin + row * pairs, 0, width, pairs, True)
         tl.store(out + place, value.to(tl.bfloat16), mask=at_head)
-
-
-@chained
-@triton.jit(do_not_specialize=["heads", "ring_tiles", "step_tiles", "window_size", "block_rows"])
-def _attend_tile(
-    queries, step_kv, positions, requests, starts, oldest, ring, ring_table, pages, pages_table, lists,
-    cos, sin, part_largest, part_total, part_mixed,
-    heads, ring_tiles, step_tiles, list_width, window_size, block_rows, scale,
-    ring_stride, ring_table_stride, pages_stride, pages_table_stride,
-    ring_rows: tl.constexpr, pages_rows: tl.constexpr,
-    width: tl.constexpr, padded: tl.constexpr, head_block: tl.constexpr, tile_size: tl.constexpr,
-    ring_kind: tl.constexpr, pages_kind: tl.constexpr, in_blocks: tl.constexpr, pairs: tl.constexpr,
-    slices: tl.constexpr,
-):  # fmt: skip
-    """``_attend`` of one tile, program_id(1), as a part.
-
-    Places of records are loaded first, then queries, then records; queries are turned while these are on their way.
-    """
-    begin()
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head = tl.program_id(2) * head_block + tl.arange(0, head_block)
-    channel = tl.arange(0, padded)
-    at_head = (head[:, None] < heads) & (channel[None, :] < width)
-    place = head[:, None] * width + channel[None, :]
-    queries += row * heads * width
-    pair = tl.arange(0, padded // 2) - (width // 2 - pairs)
-    turns = (pair >= 0) & (pair < pairs)
-    cosines = tl.load(cos + row * pairs + pair, mask=turns, other=1.0)
-    sines = tl.load(sin + row * pairs + pair, mask=turns, other=0.0)
-    place_in_tile = tl.arange(0, tile_size)
-    if tile < ring_tiles:
-        request, ring_first, ring_end, _, _ = _window(
-            row, positions, requests, starts, oldest, window_size, block_rows, in_blocks
-        )
-        ring_base = tl.load(ring_table + request * ring_table_stride) * ring_stride
-        query = tl.load(queries + place, mask=at_head, other=0.0)
-        RING_RECORD: tl.constexpr = width + width // 32 if ring_kind == 1 else width
-        target = ring_first + tile * tile_size + place_in_tile
-        seen = target < ring_end
-        record = ring_base + tl.where(seen, target, 0).to(tl.int32) % ring_rows * RING_RECORD
-        codes, scales = _loaded(ring, record, seen, width, padded, ring_kind)
-        if pairs > 0:
-            query = _query_turned(query, cosines, sines, width, pairs)
-        largest, total, mixed = _of_one_tile(_decoded(codes, scales, ring_kind), seen, query, scale, slices)
-    elif tile < ring_tiles + step_tiles:
-        _, _, _, step_first, step_count = _window(
-            row, positions, requests, starts, oldest, window_size, block_rows, in_blocks
-        )
-        query = tl.load(queries + place, mask=at_head, other=0.0)
-        slot = (tile - ring_tiles) * tile_size + place_in_tile
-        seen = slot < step_count
-        keys, _ = _loaded(step_kv, (step_first + slot) * width, seen, width, padded, 0)
-        if pairs > 0:
-            query = _query_turned(query, cosines, sines, width, pairs)
-        largest, total, mixed = _of_one_tile(keys, seen, query, scale, slices)
-    else:
-        request = tl.load(requests + (row // block_rows if in_blocks else row))
-        slot = (tile - ring_tiles - step_tiles) * tile_size + place_in_tile
-        number = tl.load(lists + row * list_width + slot, mask=slot < list_width, other=-1).to(tl.int32)
-        query = tl.load(queries + place, mask=at_head, other=0.0)
-        known = number >= 0
-        number = tl.where(known, number, 0)
-        page = tl.load(pages_table + request * pages_table_stride + number // pages_rows, mask=known, other=0)
-        PAGES_RECORD: tl.constexpr = width // 2 + width // 16 if pages_kind == 2 else width
-        record = page * pages_stride + (number % pages_rows) * PAGES_RECORD
-        codes, scales = _loaded(pages, record, known, width, padded, pages_kind)
-        # Once more, in the layout of scores: with another ``other``, or it would be one with, and before, the first.
-        seen = tl.load(lists + row * list_width + slot, mask=slot < list_width, other=-2) >= 0
-        if pairs > 0:
-            query = _query_turned(query, cosines, sines, width, pairs)
-        largest, total, mixed = _of_one_tile(_decoded(codes, scales, pages_kind), seen, query, scale, slices)
-    part = (row * tl.num_programs(1) + tile) * heads
-    tl.store(part_largest + part + head, largest, mask=head < heads)
-    tl.store(part_total + part + head, total, mask=head < heads)
-    tl.store(part_mixed + part * width + place, mixed, mask=at_head)
 
 
 @chained
@@ -550,10 +380,7 @@ def _launch(
     tile, warps = next((tile, warps) for most, tile, warps in TILES if count * groups <= most)
     ring_tiles, step_tiles = triton.cdiv(window_size, tile), triton.cdiv(step_rows, tile)
     tiles = ring_tiles + step_tiles + triton.cdiv(list_width, tile)
-    most = multiprocessors(queries.device)
-    each = tiles_of_a_program(count * groups, tiles, most)
-    if SINGLE and count * groups * tiles <= most * RESIDENT:
-        each = 1
+    each = tiles_of_a_program(count * groups, tiles, multiprocessors(queries.device))
     parts = triton.cdiv(tiles, each)
     out = torch.empty(count, heads, width, dtype=torch.bfloat16, device=queries.device)
     pairs, cos, sin = 0, sinks, sinks
@@ -569,33 +396,22 @@ def _launch(
         total = torch.empty(count, parts, heads, dtype=torch.float32, device=queries.device)
         mixed = torch.empty(count, parts, heads, width, dtype=torch.float32, device=queries.device)
     other = window if pages is None else pages
-    if SINGLE and each == 1 and parts > 1:
-        _attend_tile[(count, parts, groups)](
-            queries, step_kv, positions, requests, starts, oldest, window.storage, window.table, other.storage,
-            other.table, requests if lists is None else lists, cos, sin, largest, total, mixed,
-            heads, ring_tiles, step_tiles, list_width, window_size, block_rows, width**-0.5,
-            window.storage.stride(0), window.table.stride(0), other.storage.stride(0), other.table.stride(0),
-            ring_rows=window.block_rows, pages_rows=other.block_rows,
-            width=width, padded=padded, head_block=head_block, tile_size=tile,
-            ring_kind=ring_kind, pages_kind=pages_kind, in_blocks=block_rows > 0, pairs=pairs,
-            slices=min(SINGLE_WARPS, padded // 32), num_warps=SINGLE_WARPS, num_stages=1,
-        )  # fmt: skip
-    else:
-        _attend[(count, parts, groups)](
-            queries, step_kv, positions, requests, starts, oldest, window.storage, window.table, other.storage,
-            other.table, requests if lists is None else lists, sinks, cos, sin, out, largest, total, mixed,
-            heads, each, ring_tiles, step_tiles, list_width, window_size, block_rows, width**-0.5,
-            window.storage.stride(0), window.block_rows, window.table.stride(0),
-            other.storage.stride(0), other.block_rows, other.table.stride(0),
-            width=width, padded=padded, head_block=head_block, tile_size=tile,
-            ring_kind=ring_kind, pages_kind=pages_kind, in_blocks=block_rows > 0, split=parts > 1,
-            pairs=pairs, num_warps=warps, num_stages=1,
-        )  # fmt: skip
+    _attend[(count, parts, groups)](
+        queries, step_kv, positions, requests, starts, oldest, window.storage, window.table, other.storage,
+        other.table, requests if lists is None else lists, sinks, cos, sin, out, largest, total, mixed,
+        heads, each, ring_tiles, step_tiles, list_width, window_size, block_rows, width**-0.5,
+        window.storage.stride(0), window.block_rows, window.table.stride(0),
+        other.storage.stride(0), other.block_rows, other.table.stride(0),
+        width=width, padded=padded, head_block=head_block, tile_size=tile,
+        ring_kind=ring_kind, pages_kind=pages_kind, in_blocks=block_rows > 0, split=parts > 1,
+        pairs=pairs, num_warps=warps, num_stages=1,
+    )  # fmt: skip
     if parts > 1:
         channels, warps = min(ADD_UP[0], padded), ADD_UP[1]
         _add_up[(count, heads, triton.cdiv(width, channels))](
             largest, total, mixed, sinks, cos, sin, out, heads, parts,
-            width=width, channels=channels, part_block=triton.next_power_of_2(parts), pairs=pairs, num_warps=warps,
+            width=width, channels=channels, part_block=triton.next_power_of_2(parts), pairs=pairs,
+            num_warps=warps,
         )  # fmt: skip
     return out
 

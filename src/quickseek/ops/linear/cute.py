@@ -296,9 +296,10 @@ class FewRows:
 
 def settings(rows: int, inputs: int) -> dict[str, int]:
     """Columns of products, warps of a block and blocks of a multiprocessor for a weight of ``inputs`` columns."""
-    # One H200: more registers a thread pay more than more blocks, and of long weights more warps.
+    # One H200: more registers a thread pay more than more blocks, and of long weights, or several rows, more warps.
     columns = next(columns for columns in COMPILED_COLUMNS if rows <= columns)
-    return {"columns": columns, "warps": 16 if inputs > 4 * MOST_PIECES * PIECE else 4, "blocks": 1}
+    warps = 16 if inputs > 4 * MOST_PIECES * PIECE else 8 if rows > 2 and inputs > 1024 else 4
+    return {"columns": columns, "warps": warps, "blocks": 1}
 
 
 def fits(x: Tensor, codes: Tensor, outputs: int) -> bool:

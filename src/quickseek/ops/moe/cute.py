@@ -13,12 +13,14 @@ from torch import Tensor
 
 from quickseek.ops import ptx
 from quickseek.ops.compiled import compiled, current_stream, typed
-from quickseek.ops.moe.cute_fragments import GROUP, LINES, MOST_ROWS, PAIR, code_place, kept, lane_of
+from quickseek.ops.moe.cute_fragments import CHUNK, GROUP, LINES, MOST_ROWS, PAIR, code_place, kept, lane_of
 from quickseek.ops.moe.cute_products import (
+    GROUP_BYTES,
     FewRows,
     Lane,
     Record,
     await_groups,
+    copy_pack,
     end_group,
     first_bit,
     float_of,
@@ -29,6 +31,8 @@ from quickseek.ops.moe.cute_products import (
 LOG2_E = 1.4426950408889634
 EARLY_SLOTS = 64
 """Up to so many slots every warp of ``gate_up`` finds its own tile among them, and reads weights before its wait."""
+LANE_PACKS = 32 * 16
+"""Bytes of 16 for each lane of a warp."""
 SHARED_BYTES = 227 * 1024
 """Of a block."""
 
@@ -78,7 +82,9 @@ class GateUpKernel(FewRows):
         self, hidden: int, inner: int, experts: int, top: int,
         *, rows: int, slices: int, depth: int, blocks: int, ahead: bool, alone: bool,
     ) -> None:  # fmt: skip
-        super().__init__(hidden, 2, inner, rows=rows, warps=2 * slices, slices=slices, depth=depth, lines=GROUP)
+        stage = 2 * 2 * LANE_PACKS
+        super().__init__(hidden, 2, inner, rows=rows, warps=2 * slices, depth=depth, stage=stage, lines=GROUP)
+        self.slices, self.trips = slices, -(-self.chunks // slices)
         self.inner, self.experts, self.top, self.blocks = inner, experts, top, blocks
         self.ahead, self.alone = ahead, alone
         partials = 2 * slices * self.parts * self.pairs * 32 * 4
@@ -145,7 +151,7 @@ class GateUpKernel(FewRows):
     def sources(self, given: GateUp, record: Record, rows: int) -> list[Any]:
         """The tokens of a tile's rows: found among the slots, or read from the record, which is then complete."""
         _, item, _ = cute.arch.block_idx()
-        rest, found = record.slots, []
+        rest, found = record.slots, list[Any]()
         for row in range(rows):
             if self.ahead:
                 token = Int64((item + first_bit(rest)) // self.top)
@@ -160,6 +166,26 @@ class GateUpKernel(FewRows):
     def how_many(condition: Any) -> Any:
         """Lanes of the warp in which the condition holds."""
         return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(condition)))
+
+    def slot(self, shared: Any, lane: Lane) -> Any:
+        """A lane's: it reads what it has copied itself."""
+        return super().slot(shared, lane) + lane.thread % 32 * 16
+
+    def load(self, slot: Any, codes: Any, chunk: Any, lane: Lane) -> None:
+        """Ask for a lane's part of a chunk of weights: a group of two outputs of every part, of which ``codes`` is the
+        first one's row.
+        """
+        group = chunk * CHUNK + lane.quarter
+        if self.groups % CHUNK:
+            # The activations of a group beyond the last are zeros.
+            group = self.existing(group)
+        source = codes + Int64(group) * GROUP_BYTES
+        for place in range(2 * self.parts):
+            output = place // 2 * self.apart + place % 2 * (LINES // 2)
+            copy_pack(slot + place * LANE_PACKS, source + output * self.width)
+
+    def words(self, slot: Any, chunk: Any, place: int, lane: Lane) -> list[Any]:
+        return ptx.load_shared_words(slot + place * LANE_PACKS, 4)
 
     def rows_of(self, given: GateUp, expert: Any, tile: Any, lane: Lane) -> tuple[Any, Any]:
         """The codes of a lane's first output and the scales of the block's."""
@@ -273,15 +299,21 @@ class GateUpKernel(FewRows):
 class DownKernel(FewRows):
     """out BF16 [slots, hidden]: w2 of the rows of ``values``.
 
-    Grid (blocks, tiles): a warp takes ``each`` times 16 outputs, with all of their inputs.
+    Grid (blocks, tiles): a warp takes ``each`` times 16 outputs, with all of their inputs. Weights of 16 outputs lie
+    one behind the other and are copied as they lie: their rows are short and begin within lines.
 
     Before its wait a warp reads the record and its first weights: ``prepare``, which wrote the record, is older than
     the kernel before, which lets this one start after its own wait.
     """
 
     def __init__(self, hidden: int, inner: int, *, rows: int, warps: int, each: int, depth: int, blocks: int) -> None:
-        lines = LINES * warps * each
-        super().__init__(inner, 1, 0, rows=rows, warps=warps, slices=1, depth=depth, lines=lines)
+        chunks = -(-inner // (GROUP * CHUNK))
+        # Rows that are read together lie in different banks, 64 bytes apart modulo 128.
+        self.pitch = (chunks + 1 - chunks % 2) * CHUNK * GROUP_BYTES
+        super().__init__(
+            inner, 1, 0, rows=rows, warps=warps, depth=min(depth, each), stage=LINES * self.pitch,
+            lines=LINES * warps * each,
+        )  # fmt: skip
         self.outputs, self.warps, self.each, self.blocks = hidden, warps, each, blocks
 
     @cute.jit
@@ -312,30 +344,39 @@ class DownKernel(FewRows):
         origin = Int64(record.expert) * self.outputs + Int64(first)
         self.load_scales(given.scales + origin * self.groups, lines, lane.thread, shared)
         end_group()
-        # A warp's chunks, numbered over its outputs: the last of all that exist.
+        # Of a warp; the next one's 16 outputs follow.
         tiles = (lines // LINES - lane.warp + self.warps - 1) // self.warps
-        last = tiles * self.chunks
-        codes = given.codes + (origin + Int64(lane.warp * LINES + lane.line)) * self.width
+        codes = given.codes + (origin + Int64(lane.warp * LINES)) * self.width
         slot = self.slot(shared, lane)
-        for stage in cutlass.range_constexpr(self.depth):
-            if Int32(stage) < last:
-                row = self.row_of(codes, Int32(stage))
-                self.load(slot + stage * self.stage, row, Int32(stage % self.chunks), lane)
+        for tile in cutlass.range_constexpr(self.depth):
+            if Int32(tile) < tiles:
+                self.load(slot + tile * self.stage, codes, Int32(tile), lane)
             end_group()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         self.bring(given, record, lane.thread, shared)
         if cutlass.const_expr(self.pairs == 1):
-            self.all_outputs(1, given, record, first, codes, last, lane, shared)
+            self.all_outputs(1, given, record, first, codes, tiles, lane, shared)
         else:
             if record.count <= Int32(PAIR):
-                self.all_outputs(1, given, record, first, codes, last, lane, shared)
+                self.all_outputs(1, given, record, first, codes, tiles, lane, shared)
             else:
-                self.all_outputs(self.pairs, given, record, first, codes, last, lane, shared)
+                self.all_outputs(self.pairs, given, record, first, codes, tiles, lane, shared)
 
-    def row_of(self, codes: Any, number: Any) -> Any:
-        """The row of the weight that chunk ``number`` of a warp belongs to, from that of its first."""
-        return codes + Int64(number // self.chunks) * (self.warps * LINES * self.width)
+    def load(self, slot: Any, codes: Any, tile: Any, lane: Lane) -> None:
+        """Ask for the weights of 16 outputs, the warp's ``tile``th; ``codes``: of its first ones."""
+        source = codes + Int64(tile) * (self.warps * LINES * self.width)
+        packs, last = self.width // 16, LINES * self.width // 16 - 1
+        for start in range(0, last + 1, 32):
+            pack = Int32(start) + lane.thread % 32
+            if start + 31 > last:
+                pack = Int32(ptx.choose(pack < Int32(last), pack, Int32(last)))
+            copy_pack(slot + pack // packs * self.pitch + pack % packs * 16, source + Int64(pack) * 16)
+
+    def words(self, slot: Any, chunk: Any, place: int, lane: Lane) -> list[Any]:
+        # Beyond the last group there is something or other: the activations are zeros, and every code is finite.
+        line = slot + lane.line * self.pitch + lane.quarter * GROUP_BYTES
+        return ptx.load_shared_words(line + place * (LINES // 2 * self.pitch) + chunk * (CHUNK * GROUP_BYTES), 4)
 
     @cute.jit
     def all_outputs(
@@ -345,26 +386,28 @@ class DownKernel(FewRows):
         record: Record,
         block_first: Any,
         codes: Any,
-        last: Any,
+        tiles: Any,
         lane: Lane,
         shared: Any,
     ) -> None:
         output, row = kept(lane.line * 4 + lane.quarter)
         first = self.slot(shared, lane)
         slot = first
-        for start in cutlass.range(0, last, self.chunks, unroll=1):
+        for number in cutlass.range(tiles, unroll=1):
+            await_groups(self.depth - 1)
+            cute.arch.sync_warp()
             totals = cute.make_rmem_tensor((pairs * 4,), Float32)
             totals.fill(0.0)
-            tile = start // self.chunks * self.warps + lane.warp
+            tile = number * self.warps + lane.warp
             operand = self.operand(shared, pairs, tile * LINES + lane.line, lane)
             for chunk in cutlass.range(self.chunks, unroll=1):
-                await_groups(self.depth - 1)
                 self.multiply(slot, totals, pairs, chunk, operand, lane)
-                following = start + chunk + self.depth
-                if following < last:
-                    self.load(slot, self.row_of(codes, following), following % self.chunks, lane)
-                end_group()
-                slot = self.next_slot(slot, first)
+            if cutlass.const_expr(self.each > self.depth):
+                cute.arch.sync_warp()
+                if number + self.depth < tiles:
+                    self.load(slot, codes, number + self.depth, lane)
+            end_group()
+            slot = self.next_slot(slot, first)
             for pair in cutlass.range_constexpr(pairs):
                 total = self.quad_sum([totals[pair * 4 + index] for index in range(4)], lane.quarter)
                 place = PAIR * pair + row
@@ -409,9 +452,9 @@ def gate_up_settings(rows: int, slots: int) -> dict[str, Any]:
 
 
 def down_settings(rows: int) -> dict[str, Any]:
-    """Rows of a tile, warps of a block, times 16 outputs of a warp, chunks on their way, blocks of an SM."""
-    few, more = {"each": 1, "depth": 5, "blocks": 4}, {"each": 2, "depth": 5, "blocks": 4}
-    return (few if rows <= PAIR else more) | {"rows": tile_rows(rows), "warps": 4}
+    """Rows of a tile, warps of a block, times 16 outputs of a warp, how many of these on their way, blocks of an SM."""
+    few, more = {"warps": 8, "each": 2, "depth": 2, "blocks": 2}, {"warps": 4, "each": 2, "depth": 2, "blocks": 4}
+    return (few if rows <= PAIR else more) | {"rows": tile_rows(rows)}
 
 
 def gate_up(

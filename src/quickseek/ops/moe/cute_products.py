@@ -1,10 +1,9 @@
 """Products of packed experts and few rows, in CuTe DSL: what ``gate_up`` and ``down`` share (``cute_fragments.py``).
 
-Packed weights are copied into shared memory ahead of their use, to where the lane that asked for them reads them back;
-in registers eleven instructions make FP16 of eight codes. Activations are A8 codes in the order of ``code_place`` and
-their scales in FP32, of a tile's rows, in shared memory. A tile takes a set of tensor-core products for each two of its
-rows. (The E4M3 form of ``mma.sync`` would not help: the assembler makes it of conversions to FP16, products of FP16 and
-additions on all of these GPUs.)
+Packed weights are copied into shared memory ahead of their use; in registers eleven instructions make FP16 of eight
+codes. Activations are A8 codes in the order of ``code_place`` and their scales in FP32, of a tile's rows, in shared
+memory. A tile takes a set of tensor-core products for each two of its rows. (The E4M3 form of ``mma.sync`` would not
+help: the assembler makes it of conversions to FP16, products of FP16 and additions on all of these GPUs.)
 
 The sum over a group of 32 inputs is the tensor core's; scaled by powers of two the groups are added in FP32, in an
 order that does not depend on the rows. Weight scales are exact from 2^-102 to 2^127; 255 gives NaN, 0 counts as zero.
@@ -137,26 +136,24 @@ def rounded(value: Any) -> Any:
 class FewRows:
     """What both products share: ``inputs`` a multiple of 32, ``parts`` sets of outputs ``apart`` outputs apart.
 
-    A block of ``warps`` has ``lines`` outputs of each part; ``slices`` of its warps take the chunks of 16 of them in
-    turns. A warp has up to ``depth`` chunks of weights on their way, each copied by the lane that uses it. Tiles have
-    up to ``rows`` rows, an even number. In shared memory: activations, zeros, factors, the block's scales, weights.
+    A block of ``warps`` has ``lines`` outputs of each part. A warp has up to ``depth`` times ``stage`` bytes of weights
+    on their way. Tiles have up to ``rows`` rows, an even number. In shared memory: activations, zeros, factors, the
+    block's scales, weights.
     """
 
     def __init__(
-        self, inputs: int, parts: int, apart: int, *, rows: int, warps: int, slices: int, depth: int, lines: int
+        self, inputs: int, parts: int, apart: int, *, rows: int, warps: int, depth: int, stage: int, lines: int
     ) -> None:
         self.rows, self.pairs = rows, rows // PAIR
         self.inputs, self.width, self.groups = inputs, inputs // 2, inputs // GROUP
         self.chunks = -(-self.groups // CHUNK)
         self.parts, self.apart, self.lines = parts, apart, lines
-        self.threads, self.slices, self.depth = warps * 32, slices, depth
-        self.trips = -(-self.chunks // slices)
+        self.threads, self.depth, self.stage = warps * 32, depth, stage
         self.stride = self.chunks * CHUNK * GROUP + PADDING
         self.zeros = rows * self.stride
         self.factors = self.zeros + 2 * 16
         self.scales = self.factors + self.chunks * CHUNK * rows * 4
         self.ring = self.scales + parts * lines * self.groups
-        self.stage = parts * 2 * 32 * 16
         self.shared = self.ring + warps * depth * self.stage
 
     @staticmethod
@@ -165,25 +162,15 @@ class FewRows:
         return Lane(thread, thread // 32, thread % 32 // 4, thread % 4)
 
     def slot(self, shared: Any, lane: Lane) -> Any:
-        """A lane's first place for weights."""
-        return shared + self.ring + lane.warp * (self.depth * self.stage) + lane.thread % 32 * 16
+        """A warp's first place for weights."""
+        return shared + self.ring + lane.warp * (self.depth * self.stage)
 
     def next_slot(self, slot: Any, first: Any) -> Any:
         return Int32(ptx.choose(slot == first + (self.depth - 1) * self.stage, first, slot + self.stage))
 
-    def load(self, slot: Any, codes: Any, chunk: Any, lane: Lane) -> None:
-        """Ask for a lane's part of a chunk of weights: a group of two outputs of every part, of which ``codes`` is the
-        first one's row.
-        """
-        group = chunk * CHUNK + lane.quarter
-        if self.groups % CHUNK:
-            # The activations of a group beyond the last are zeros.
-            group = self.existing(group)
-        source = codes + Int64(group) * GROUP_BYTES
-        for part in range(self.parts):
-            for half in range(2):
-                output = part * self.apart + half * (LINES // 2)
-                copy_pack(slot + (part * 2 + half) * (32 * 16), source + output * self.width)
+    def words(self, slot: Any, chunk: Any, place: int, lane: Lane) -> list[Any]:
+        """The four words of a lane's group of a chunk, of part ``place // 2``, outputs ``line`` or 8 behind."""
+        raise NotImplementedError
 
     def existing(self, group: Any) -> Any:
         return Int32(ptx.choose(group < Int32(self.groups), group, Int32(self.groups - 1)))
@@ -203,8 +190,7 @@ class FewRows:
         # Of many rows the activations are read for each part anew: registers are few.
         together = [range(self.parts)] if pairs <= 2 else [range(part, part + 1) for part in range(self.parts)]
         for parts in together:
-            words = {part: [ptx.load_shared_words(slot + place * (32 * 16), 4) for place in (2 * part, 2 * part + 1)]
-                     for part in parts}  # fmt: skip
+            words = {part: [self.words(slot, chunk, 2 * part + half, lane) for half in range(2)] for part in parts}
             for two in range(2):
                 codes = [ptx.load_shared_words(code + chunk * operand.step + 16 * two, 4) for code in operand.codes]
                 for word in range(2):
