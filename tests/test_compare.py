@@ -116,6 +116,21 @@ def test_op_of_a_sum_of_products_takes_the_tighter_bound() -> None:
         compare.assert_op(loose, REFERENCE, terms=terms)
 
 
+@pytest.mark.parametrize("value", [1.0, 1.9921875, 2.546875, -0.3125, 2.0**-100])
+def test_op_lets_a_rounded_sum_be_the_next_bfloat16_and_no_other(value: float) -> None:
+    reference = torch.full((4,), value, dtype=torch.bfloat16)
+    terms = torch.zeros(4)
+    bits = reference.view(torch.int16)
+    for step in (1, -1):
+        if value in (1.0, 2.0**-100) and step < 0:
+            continue  # below a power of two BF16 values are twice as close
+        compare.assert_op((bits + step).view(torch.bfloat16), reference, terms=terms)
+        with pytest.raises(AssertionError, match="outside"):
+            compare.assert_op((bits + 2 * step).view(torch.bfloat16), reference, terms=terms)
+    with pytest.raises(AssertionError, match="outside"):
+        compare.assert_op(nudged(reference.double(), 2.0**-7 * value), reference.double(), terms=terms)
+
+
 def test_model_bounds_median_and_tail_separately() -> None:
     bound = compare.LogitDistance(median=0.01, p99=0.05)
     noise = torch.sin(torch.arange(48, dtype=torch.float64)).view(6, 8) * 1e-3
