@@ -5,6 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+ROWS = (1, 6, 8, 48, 384)
+"""Rows of the table."""
+SWEPT = range(1, 65)
+"""Rows of a sweep."""
+
 Calls = Sequence[Callable[[], object]]
 Build = Callable[[torch.device, int], Calls]
 
@@ -24,3 +29,8 @@ class Case:
     build: Build
     alternative: Build | None = None
     alternative_name: str = ""
+
+
+def requests_of(rows: int) -> int:
+    """Requests of a step: a batch of 8 without and with drafts; else one, its drafts, or a chunk of its prompt."""
+    return 8 if rows in (8, 48) else 1

@@ -4,8 +4,8 @@
 
 A CUDA graph holds one call for each of many copies of the weights, enough that none is found in the L2 cache; the time
 of a call is the median replay over the calls of a graph. The plain read is a kernel that sums as many bytes, with as
-many copies, in the same run. Prints a table and, with ``--out``, JSON lines. ``--sweep`` flags steps of more than 1.5
-between neighbouring row counts.
+many copies, in the same run. Prints a table and, with ``--out``, JSON lines. ``--sweep`` times our own way alone at
+every number of rows from 1 to 64 (``--rows``: at those), and flags steps of more than 1.5 between neighbours.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parent))
-from op_case import Build, Case
+from op_case import ROWS, SWEPT, Build, Case
 from timeline import Bar
 
 COLD_BYTES = 192 << 20
@@ -104,6 +104,13 @@ def plain_read_us(size: int) -> float:
     return best
 
 
+def ours_us(case: Case) -> float:
+    """Microseconds of a call of ours."""
+    found = replay_us(case.build(torch.device("cuda"), copies_for(case.bytes)))
+    torch.cuda.empty_cache()
+    return round(found, 2)
+
+
 def measure(case: Case) -> dict[str, object]:
     """One line of the table."""
     device, copies = torch.device("cuda"), copies_for(case.bytes)
@@ -138,13 +145,28 @@ def show(line: dict[str, object]) -> None:
     )
 
 
-def steps(lines: Sequence[dict[str, object]], largest: float = 1.5) -> list[str]:
-    """Jumps of more than ``largest`` between neighbouring row counts of one operation."""
-    found = []
-    for before, after in itertools.pairwise(lines):
-        if before["op"] == after["op"] and after["us"] > largest * before["us"]:  # type: ignore[operator]
-            found.append(f"{after['op']}: {before['us']} us at {before['rows']}, {after['us']} at {after['rows']} rows")
-    return found
+def steps(times: Mapping[int, float], largest: float = 1.5) -> list[str]:
+    """Jumps of more than ``largest`` between neighbouring row counts, from the microseconds of an operation at each."""
+    return [
+        f"{times[before]} us at {before}, {times[after]} at {after} rows"
+        for before, after in itertools.pairwise(sorted(times))
+        if times[after] > largest * times[before]
+    ]
+
+
+def sweep(name: str, rows: Sequence[int]) -> Iterator[dict[str, object]]:
+    """A line for each operation of a file: its microseconds by rows, and its steps."""
+    times: dict[str, dict[int, float]] = {}
+    for case in importlib.import_module(f"ops_{name}").cases(rows):
+        try:
+            times.setdefault(case.name, {})[case.rows] = ours_us(case)
+        except Exception as error:  # one operation's fault must not hide the others
+            print(f"{case.name}, {case.rows} rows: {type(error).__name__}: {error}", flush=True)
+            torch.cuda.synchronize()
+    for op, found in times.items():
+        print(f"{op}: {', '.join(f'{count} {us}' for count, us in found.items())}")
+        print("\n".join(f"    step: {line}" for line in steps(found)) or "    no step above 1.5", flush=True)
+        yield {"op": op, "us_by_rows": found, "steps": steps(found)}
 
 
 def main() -> None:
@@ -157,30 +179,31 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no GPU here")
     names = args.only.split(",") if args.only else sorted(p.stem[4:] for p in Path(__file__).parent.glob("ops_*.py"))
-    rows = {int(count) for count in args.rows.split(",") if count}
+    rows = [int(count) for count in args.rows.split(",") if count]
     conditions = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "replays": REPLAYS,
     }
-    lines: list[dict[str, object]] = []
     for name in names:
-        for case in importlib.import_module(f"ops_{name}").cases():
-            if rows and case.rows not in rows:
-                continue
-            try:
-                lines.append(measure(case))
-            except Exception as error:  # one operation's fault must not hide the others
-                print(f"{case.name}, {case.rows} rows: {type(error).__name__}: {error}", flush=True)
-                torch.cuda.synchronize()
-                continue
-            show(lines[-1])
+        for line in sweep(name, rows or SWEPT) if args.sweep else table(name, rows or ROWS):
             if args.out is not None:
                 with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(lines[-1] | conditions) + "\n")
-    if args.sweep:
-        print("\n".join(["steps above 1.5:", *steps(lines)]))
+                    file.write(json.dumps(line | conditions) + "\n")
+
+
+def table(name: str, rows: Sequence[int]) -> Iterator[dict[str, object]]:
+    """A line for each operation of a file at each number of rows."""
+    for case in importlib.import_module(f"ops_{name}").cases(rows):
+        try:
+            line = measure(case)
+        except Exception as error:  # one operation's fault must not hide the others
+            print(f"{case.name}, {case.rows} rows: {type(error).__name__}: {error}", flush=True)
+            torch.cuda.synchronize()
+            continue
+        show(line)
+        yield line
 
 
 if __name__ == "__main__":

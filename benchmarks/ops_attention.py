@@ -1,11 +1,11 @@
 """Attention in released shapes at TP 4: 16 heads of 512 channels, 64 of them rotated, a window of 128, lists of 512."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from op_case import Build, Case
+from op_case import ROWS, Build, Case, requests_of
 from quickseek.ops import attention
 from quickseek.ops.cache import SLACK, CacheView, GlobalKvCodec, WindowCodec
 from quickseek.ops.norm_rope import Rotation
@@ -13,8 +13,6 @@ from quickseek.ops.rows import StepRows
 
 HEADS, WIDTH, WINDOW, LISTED, BLOCK_ROWS, DRAFTS, PAIRS = 16, 512, 128, 512, 64, 5, 32
 CONTEXT = 65536
-REQUESTS = {1: 1, 6: 1, 8: 8, 48: 8, 384: 1}
-"""Requests of a step by its rows: one row, drafts being verified, a batch, a batch with drafts, a chunk of a prompt."""
 
 
 def _ring(requests: int, device: torch.device) -> CacheView:
@@ -48,7 +46,7 @@ def _turn(rows: int, device: torch.device) -> Rotation:
 
 def _attend(rows: int, reads_global: bool) -> Build:
     def build(device: torch.device, copies: int) -> list[Callable[[], object]]:
-        requests = REQUESTS[rows]
+        requests = requests_of(rows)
         starts = torch.full((requests,), CONTEXT - rows // requests, device=device)
         step = StepRows.uniform(starts, rows // requests, CONTEXT)
         queries, kv = _normal(rows, HEADS, WIDTH, device=device), _normal(rows, WIDTH, device=device)
@@ -115,10 +113,11 @@ def _bytes(rows: int, requests: int, listed: int, window_rows: int) -> int:
     return ring + pages + rows * (2 * HEADS + 1) * WIDTH * 2
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     found = []
     way = "gather of BF16 keys, scaled_dot_product_attention"
-    for rows, requests in REQUESTS.items():
+    for rows in counts:
+        requests = requests_of(rows)
         found += [
             Case(
                 name="sparse attention, global KV", rows=rows, bytes=_bytes(rows, requests, LISTED, WINDOW),

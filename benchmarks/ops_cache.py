@@ -4,19 +4,18 @@ Small tensors: what counts is the launch. PyTorch has none of these formats, so 
 expressions, which no graph can hold for Q4i and Q4k (they copy a table from the host): those have no alternative.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from op_case import Build, Case
+from op_case import ROWS, Build, Case
 from quickseek.ops import compressor, quantize, rings
 from quickseek.ops.cache import CacheView, Codec, GlobalKvCodec, IndexKeyCodec, PlainCodec, WindowCodec
 from quickseek.ops.norm_rope import Rotation
 from quickseek.ops.quantize import reference
 from quickseek.ops.rows import StepRows
 
-ROWS = (1, 6, 8, 48, 384)
 BLOCK_ROWS, LISTED = 64, 512
 HEAD, INDEX_HEAD, INDEX_HEADS, ROPE = 512, 128, 32, 64
 EPS = 1e-20
@@ -103,10 +102,10 @@ def groups(rows: int) -> Build:
     return each(make)
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     """Quantisers of activations, records written and read, and the compressor's two launches."""
     found = []
-    for rows in ROWS:
+    for rows in counts:
         values = rows * INDEX_HEADS * INDEX_HEAD
         for name in ("fake_quantize_a8", "fake_quantize_q4i", "fake_quantize_q4k"):
             found.append(Case(name=f"{name} of index queries", rows=rows, bytes=4 * values, build=fake(rows, name)))

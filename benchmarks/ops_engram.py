@@ -1,17 +1,16 @@
 """Engram in the released shape: table rows (device memory), and the gated injection of one layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from op_case import Calls, Case
+from op_case import ROWS, Calls, Case
 from quickseek.ops import engram
 from quickseek.ops.engram import reference
 from quickseek.ops.linear import Fp8Weight
 
 N, HIDDEN, WIDTH, COLUMNS = 4, 5120, 256, 24
-ROWS = (1, 6, 8, 48, 384)
 TABLE_ROWS = 1 << 18
 
 
@@ -41,9 +40,9 @@ def _inject(rows: int, call: Callable[..., object]) -> Callable[[torch.device, i
     return build
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     found = []
-    for rows in ROWS:
+    for rows in counts:
         found += [
             Case(
                 name="engram rows",

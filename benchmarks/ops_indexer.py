@@ -1,11 +1,11 @@
 """Selection in released shapes: scores of packed index keys, exact lists of 512, candidate blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from op_case import Build, Case
+from op_case import ROWS, Build, Case, requests_of
 from quickseek import formats
 from quickseek.ops import indexer
 from quickseek.ops.cache import CacheView, IndexKeyCodec
@@ -14,18 +14,16 @@ from quickseek.ops.rows import StepRows
 HEADS, WIDTH, TOP_K, SIZE, BLOCKS = 32, 128, 512, 8, 2048
 BLOCK_ROWS = 64
 CODEC = IndexKeyCodec(WIDTH)
-REQUESTS = {1: 1, 6: 1, 8: 8, 48: 8, 384: 1}
-"""Requests of a step by its rows: one row, drafts being verified, a batch, a batch with drafts, a chunk of a prompt."""
 
 
 def _rows(rows: int, groups: int, device: torch.device) -> StepRows:
-    requests = REQUESTS[rows]
+    requests = requests_of(rows)
     starts = torch.full((requests,), groups - rows // requests, device=device)
     return StepRows.uniform(starts, rows // requests, groups)
 
 
 def _keys(rows: int, groups: int, device: torch.device) -> CacheView:
-    requests, blocks = REQUESTS[rows], -(-groups // BLOCK_ROWS)
+    requests, blocks = requests_of(rows), -(-groups // BLOCK_ROWS)
     size = (requests * blocks + 1, BLOCK_ROWS, CODEC.record)
     storage = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
     storage[..., WIDTH // 2 :] = storage[..., WIDTH // 2 :] % 4 + 125
@@ -64,7 +62,7 @@ def _torch(rows: int, groups: int, publish: int, restricted: bool) -> Build:
 
     def build(device: torch.device, copies: int) -> list[Callable[[], object]]:
         queries, weights = _queries(rows, device)
-        requests, narrow = REQUESTS[rows], weights.to(torch.bfloat16)
+        requests, narrow = requests_of(rows), weights.to(torch.bfloat16)
         members = None
         if restricted:
             blocks = _candidates(rows, groups, device)
@@ -94,7 +92,7 @@ def _torch(rows: int, groups: int, publish: int, restricted: bool) -> Build:
     return build
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     found = []
     for name, groups, publish, restricted in (
         ("select of 16K groups", 1 << 14, 0, False),
@@ -102,7 +100,8 @@ def cases() -> list[Case]:
         ("select of 128K groups, blocks published", 1 << 17, BLOCKS, False),
         ("select inside candidates of 128K groups", 1 << 17, 0, True),
     ):
-        for rows, requests in REQUESTS.items():
+        for rows in counts:
+            requests = requests_of(rows)
             read = rows * BLOCKS * SIZE if restricted else requests * groups
             found.append(
                 Case(

@@ -1,17 +1,16 @@
 """Cases of ``linear`` and ``head``: shapes of a rank of TP 4 in the released model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from op_case import Build, Calls, Case
+from op_case import ROWS, Build, Calls, Case
 from quickseek import formats
 from quickseek.ops import head, linear
 from quickseek.ops.linear import Fp8Weight, QuantizedRows
 
-ROWS = (1, 6, 8, 48, 384)
 FP8 = {
     "latents": (1792, 5120),
     "queries": (8192, 1280),
@@ -118,9 +117,9 @@ def confidence_torch(rows: int) -> Build:
     return build
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     found = []
-    for rows in ROWS:
+    for rows in counts:
         for name, (outputs, inner) in FP8.items():
             size = outputs * inner + outputs * inner // 1024 + rows * (inner + outputs) * 2
             other = plain(F.linear, rows, outputs, inner)

@@ -1,17 +1,16 @@
 """mHC in the released shape: coefficients, spreading and collapsing of 4 streams of 5120."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from op_case import Calls, Case
+from op_case import ROWS, Calls, Case
 from quickseek.ops import mhc
 from quickseek.ops.mhc import Mixes, reference
 
 N, HIDDEN = 4, 5120
-ROWS = (1, 6, 8, 48, 384)
 OPTIONS = {"norm_eps": 1e-20, "hc_eps": 1e-6, "iterations": 20, "hc_mult": N}
 ROW_BYTES = 2 * HIDDEN
 MIX_BYTES = 4 * 24
@@ -45,9 +44,9 @@ def _mixed(rows: int, call: Callable[[Tensor, Tensor, Mixes], object]) -> Callab
     return build
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     found = []
-    for rows in ROWS:
+    for rows in counts:
         found += [
             Case(
                 name="mhc coefficients",

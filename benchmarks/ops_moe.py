@@ -4,19 +4,17 @@ Each row chooses its experts at random. Copies of a call share the weights of 38
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from op_case import Build, Calls, Case
+from op_case import ROWS, Build, Calls, Case
 from quickseek.ops import moe
 from quickseek.ops.linear import Fp4Weight, Fp8Weight
 from quickseek.ops.moe import ExpertWeights, Routing, UnfinalizedMoE
-from quickseek.ops.moe import triton as kernels
 
-ROWS = (1, 6, 8, 48, 384)
 HIDDEN, INNER, EXPERTS, TOP, LIMIT, SCALE = 5120, 576, 384, 6, 10.0, 1.5
 EXPERT_BYTES = 3 * HIDDEN * INNER * 17 // 32
 SHARED_BYTES = 3 * HIDDEN * INNER * 1025 // 1024
@@ -63,22 +61,6 @@ def experts(rows: int) -> Build:
             functools.partial(moe.routed_experts, x, routing, weights, limit=LIMIT)
             for routing in routings(rows, device, copies)
         ]
-
-    return build
-
-
-def experts_in_registers(rows: int) -> Build:
-    """``experts`` by the kernels in CuTe DSL."""
-
-    def build(device: torch.device, copies: int) -> Calls:
-        def call(routed: Callable[[], object]) -> object:
-            usual, kernels.MOST_CUTE_SLOTS = kernels.MOST_CUTE_SLOTS, kernels.FEW_SLOTS
-            try:
-                return routed()
-            finally:
-                kernels.MOST_CUTE_SLOTS = usual
-
-        return [functools.partial(call, routed) for routed in experts(rows)(device, copies)]
 
     return build
 
@@ -171,9 +153,9 @@ def finalize_torch(routed: UnfinalizedMoE, shared: Tensor) -> Tensor:
     return (torch.einsum("tkh,tk->th", routed.rows[routed.index].float(), routed.weights) + shared).to(torch.bfloat16)
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     found = []
-    for rows in ROWS:
+    for rows in counts:
         active = chosen(rows, 0).unique().numel()
         row = HIDDEN * 2
         found += [
@@ -192,12 +174,6 @@ def cases() -> list[Case]:
                 build=experts(rows),
                 alternative=experts_torch(rows),
                 alternative_name="torch._grouped_mm on BF16 weights",
-            ),
-            Case(
-                name="routed_experts in registers",
-                rows=rows,
-                bytes=active * EXPERT_BYTES + rows * (1 + TOP) * row,
-                build=experts_in_registers(rows),
             ),
             Case(
                 name="shared_expert",

@@ -1,16 +1,15 @@
 """Cases of ``norm_rope``: a rank of TP 4 in the released model. Small tensors: what counts is the launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from op_case import Build, Case
+from op_case import ROWS, Build, Case
 from quickseek.ops import norm_rope
 from quickseek.ops.norm_rope import Rotation
 
-ROWS = (1, 6, 8, 48, 384)
 HIDDEN, Q_RANK, HEAD, ROPE, HEADS, INDEX_HEADS, INDEX_HEAD = 5120, 1280, 512, 64, 16, 32, 128
 EPS = 1e-20
 
@@ -98,10 +97,10 @@ def angles(rows: int, *, alternative: bool) -> Build:
     return each(make)
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     """Norms of a layer, latents, rotations of queries (attention's and the indexer's), and the angles of a step."""
     found = []
-    for rows in ROWS:
+    for rows in counts:
         for name, width in (("hidden", HIDDEN), ("index key", INDEX_HEAD)):
             found.append(Case(
                 name=f"rms_norm {name}", rows=rows, bytes=2 * width * (2 * rows + 1), alternative_name="F.rms_norm",

@@ -1,17 +1,16 @@
 """Choosing tokens over the released vocabulary from FP32 logits: greedy, sampled, drafted, with log-probabilities."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from op_case import Calls, Case
+from op_case import ROWS, Calls, Case
 from quickseek.ops import sampling
 from quickseek.ops.sampling import reference
 
 VOCABULARY = 129280
-ROWS = (1, 6, 8, 48, 384)
 FLAT, PEAKED = 3.0, 6.0
 """Widths of logits: top_p 0.95 takes about 12,000 ids of a flat row, and fewer than 200 of a peaked one."""
 MOST_SAMPLED = 48
@@ -87,9 +86,9 @@ Kind = tuple[str, Callable[[Rows], object], Callable[[Rows], object], str, float
 """Name, this operation, PyTorch's own way, what that is, and the width of the logits."""
 
 
-def cases() -> list[Case]:
+def cases(counts: Sequence[int] = ROWS) -> list[Case]:
     found, race = [], "sort and an exponential race"
-    for rows in ROWS:
+    for rows in counts:
         kinds: list[Kind] = [
             ("greedy", lambda held: sampling.greedy(held.logits), lambda held: held.logits.argmax(-1), "argmax", FLAT)
         ]
