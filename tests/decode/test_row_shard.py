@@ -31,6 +31,8 @@ TAKEN = ((1,) * 8, (2,) * 8, (6,) * 8, (1,) * 16, (3,) * 16)
 """Rows of each request of steps that 2 and 4 ranks divide: 8 and 16 requests, of one row and of several."""
 LEFT = ((1,) * 7, (3,) * 4, (2,) * 6, (1,) * 9, (1,) * 11, (1, 3) * 4)
 """Steps that they do not: too few requests, a number that ranks do not divide, requests of unequal rows."""
+STEPS = {2: (TAKEN, LEFT, ("on", "off")), 4: (TAKEN[:1] + TAKEN[3:], (LEFT[2], LEFT[5]), ("on",))}
+"""By ranks: steps that they divide, steps that they do not, and executors. Four take what tells them from two."""
 SOURCES = 3
 """Index sources of the miniature: layers 2, 4 (the candidate source) and 6."""
 REQUESTS = 16
@@ -115,29 +117,31 @@ def assert_selected(found: Run, wanted: Run) -> None:
             assert torch.equal(ours[name], tensor), f"{name} of step {step}"
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=STEPS)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Run]]:
-    return spawn(runs, request.param, (*TAKEN, *LEFT), ("on", "off"), timeout_s=400)
+    taken, left, kinds = STEPS[request.param]
+    return spawn(runs, request.param, (*taken, *left), kinds, timeout_s=400)
 
 
-@pytest.mark.parametrize("kind", ["on", "off"])
-def test_logits_states_drafts_and_selections_are_those_of_the_stock_layers_with_the_path_on_and_off(ranks, kind):
+def test_logits_states_drafts_and_selections_are_those_of_the_stock_layers_with_the_path_on_and_off(ranks):
     for rank in ranks:
-        assert_same(rank[kind].seen, rank["stock"].seen)
-        assert_selected(rank[kind], rank["stock"])
+        for kind in STEPS[len(ranks)][2]:
+            assert_same(rank[kind].seen, rank["stock"].seen)
+            assert_selected(rank[kind], rank["stock"])
 
 
 def test_enough_requests_of_equal_rows_are_divided_at_every_source_and_gathered_by_the_fused_kernel(ranks):
+    taken, left, _ = STEPS[len(ranks)]
     for rank in ranks:
-        assert rank["on"].divided == [SOURCES] * len(TAKEN) + [0] * len(LEFT)
+        assert rank["on"].divided == [SOURCES] * len(taken) + [0] * len(left)
         # Lists of three layers, and the candidate blocks of one.
-        assert rank["on"].fused == [SOURCES + 1] * len(TAKEN) + [0] * len(LEFT)
-        assert rank["off"].divided == [0] * len(TAKEN + LEFT)
+        assert rank["on"].fused == [SOURCES + 1] * len(taken) + [0] * len(left)
+        assert "off" not in rank or rank["off"].divided == [0] * len(taken + left)
 
 
 def test_selections_of_the_steps_choose_and_are_restricted_by_candidates(ranks):
     """Else equal selections would show nothing."""
-    last = ranks[0]["stock"].selected[TAKEN.index((1,) * 16)]
+    last = ranks[0]["stock"].selected[STEPS[len(ranks)][0].index((1,) * 16)]
     assert last["lists 6"].shape[1] == 8 and last["candidates 4"].shape[1] == 4
     assert not torch.equal(last["lists 2"], last["lists 6"])
     per_row = {tuple(row) for row in last["lists 4"].tolist()}
