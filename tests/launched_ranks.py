@@ -56,22 +56,27 @@ class Ended:
         return next(line for line in lines[1:] if not line.startswith(" "))
 
 
-def run_ranks(folder: Path, size: int, orders: Orders, limit_s: float) -> list[Ended]:
-    """Start ``size`` ranks; once one has ended the others have ``limit_s``. Output goes to files in ``folder``."""
+def places(size: int) -> list[dict[str, str]]:
+    """What torchrun tells each of ``size`` ranks of this host in its environment, and paths to import from."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    place = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    place |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    each = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
+    return [{name: str(value) for name, value in one.items()} for one in each]
+
+
+def run_ranks(folder: Path, size: int, orders: Orders, limit_s: float) -> list[Ended]:
+    """Start ``size`` ranks; once one has ended the others have ``limit_s``. Output goes to files in ``folder``."""
     processes: list[subprocess.Popen[bytes]] = []
     ends: dict[int, float] = {}
     begun = time.monotonic()
     try:
-        for rank in range(size):
-            mine = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        for rank, place in enumerate(places(size)):
             with (folder / f"told {rank}").open("wb") as told, (folder / f"error {rank}").open("wb") as error:
                 command = [sys.executable, __file__, json.dumps(asdict(orders))]
-                processes.append(subprocess.Popen(command, env=os.environ | mine, stdout=told, stderr=error))
+                processes.append(subprocess.Popen(command, env=os.environ | place, stdout=told, stderr=error))
         limit = begun + BEGIN_S
         while len(ends) < size and time.monotonic() < limit:
             for rank, process in enumerate(processes):

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine_cases import written
+from launched_ranks import places
 from quickseek.cli import app, main
 from quickseek.errors import QuickseekError, RankFailure
 from quickseek.parallel import launch
@@ -87,6 +88,62 @@ def test_the_error_of_a_rank_ends_the_command(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and capsys.readouterr().err == said
+
+
+FAILING = """
+import os, signal
+from quickseek import cli
+from quickseek.engine.cycle import Cycle
+
+verify, calls = Cycle.verify, []
+
+def failing(*arguments, **named):
+    calls.append(0)
+    if len(calls) == 3:
+        {end}
+    return verify(*arguments, **named)
+
+if os.environ["RANK"] == "1":
+    Cycle.verify = failing
+cli.main()
+"""
+"""The command, whose rank 1 ends in the third step after a prompt."""
+
+
+@pytest.mark.parametrize(
+    ("end", "codes", "told"),
+    [
+        (
+            'raise ArithmeticError("torn\\nin two")',
+            [1, 1],
+            "rank 1 failed in a step of the engine: ArithmeticError: torn in two",
+        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", [1, -9], "rank 1 ended; rank 0 waited in "),
+        ("pass", [0, 0], ""),
+    ],
+    ids=["raises", "killed", "control"],
+)
+def test_a_rank_under_torchrun_that_lost_its_peers_ends_with_one_line(
+    directory: Path, end: str, codes: list[int], told: str
+) -> None:
+    """As torchrun starts ranks, which would end the others by itself."""
+    command = [sys.executable, "-c", FAILING.format(end=end), *question(directory, 24)]
+    ranks = [
+        subprocess.Popen(command, env={**ENVIRONMENT, **place}, stdout=-1, stderr=-1, text=True) for place in places(2)
+    ]
+    try:
+        found = [one.communicate(timeout=200) for one in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    assert [one.returncode for one in ranks] == codes, found
+    assert found[0][0].strip(), "the answer had begun"
+    for (_, error), code in zip(found, codes, strict=True):
+        assert "Traceback" not in error
+        lines = [line for line in error.splitlines() if line.startswith("error: ")]
+        assert len(lines) == (code == 1) and all(line.startswith(f"error: {told}") for line in lines), error
+        assert code != 1 or error.splitlines() == lines
 
 
 def members(group: int) -> list[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quickseek.errors import QuickseekError, RankFailure
+from quickseek.parallel.faults import PeersLost
 
 if TYPE_CHECKING:
     from quickseek.engine.answer import RequestOutput
@@ -242,7 +243,10 @@ def _prepare_terminal() -> None:
 
 
 def main() -> None:
-    """Run the command; an error that a user can act on is one line on stderr and exit code 2."""
+    """Run the command; an error that a user can act on is one line on stderr and exit code 2.
+
+    Exit code 1, and a line too, for a rank that cannot go on without its peers.
+    """
     _prepare_terminal()
     try:
         app()
@@ -252,6 +256,9 @@ def main() -> None:
     except NotImplementedError as error:
         typer.echo(f"error: not implemented: {error}", err=True)
         sys.exit(2)
+    except PeersLost as lost:
+        typer.echo(f"error: {' '.join(str(lost).split())}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,24 @@ from quickseek.decode.boundary import Boundaries, BoundaryAllReduce
 from quickseek.decode.engram import EngramPrefetch
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.moe import MoEStep
+from quickseek.engine.answer import Answer
+from quickseek.engine.cycle import Cycle
+from quickseek.engine.pools import Pools
+from quickseek.engine.scheduler import Scheduler
 from quickseek.errors import RankFailure
 from quickseek.model.attention import Attention
 from quickseek.model.backbone import DeepseekV4Model
+from quickseek.model.dspark import DraftHead
 from quickseek.model.engram import Engram
 from quickseek.model.hyper_connections import HyperConnections
 from quickseek.model.moe import MixtureOfExperts
+from quickseek.model.vocabulary import VocabParallelHead
 from quickseek.ops.collectives import AllReduceMHC, LamportAllGather
 from quickseek.parallel.faults import PeersLost
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import DistributedWorld, World
 
+ENGINE, TICK = "a step of the engine", "a tick of the engine"
 STEP, DRAFT, GATHER = (
     "a step of the specialized decode",
     "a draft pass of the specialized decode",
@@ -48,6 +55,15 @@ PARTS: list[tuple[type, str, str]] = [
     (MixtureOfExperts, "routed_part", STEP),
     (DraftAttentionStep, "run", DRAFT),
     (LamportAllGather, "__call__", GATHER),
+    (VocabParallelHead, "forward", ENGINE),
+    (SpecializedDecode, "embed", ENGINE),
+    (SpecializedDecode, "plan", ENGINE),
+    (DraftHead, "propose", ENGINE),
+    (DraftHead, "write_context", ENGINE),
+    (Cycle, "decide", ENGINE),
+    (Answer, "take", ENGINE),
+    (Pools, "check_guards", TICK),
+    (Scheduler, "schedule", TICK),
 ]
 """A method that fails in its second decode step on rank 1, and what is being run then."""
 LIMIT_S = 20.0

@@ -13,6 +13,7 @@ from micro import GREEDY, alone, assert_nothing_leaks, make_request, make_runner
 from quickseek.engine.async_engine import AsyncEngine, EngineDead
 from quickseek.engine.runner import Update
 from quickseek.errors import PromptError
+from quickseek.parallel.faults import PeersLost
 from quickseek.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -104,6 +105,37 @@ def test_a_dead_engine_says_so_to_everyone() -> None:
 
     run(work)
     engine.close()
+
+
+@pytest.mark.parametrize("where", ["step", "call", "add"])
+def test_an_engine_that_lost_its_peers_tells_all_who_wait_and_ends(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also whoever asked for what it was doing then: PeersLost, unlike other errors, is not that request's alone."""
+    runner = make_runner()
+    engine, begun = AsyncEngine(runner), threading.Event()
+
+    def lose(*_: object, **__: object) -> None:
+        begun.wait(30)
+        raise PeersLost("rank 1 failed in a step: torn", [1])
+
+    target, name = {"step": (runner.cycle, "decide"), "call": (runner, "compile_grammar"), "add": (runner, "add")}[
+        where
+    ]
+    monkeypatch.setattr(target, name, lose)
+
+    async def work() -> None:
+        waiting = [asyncio.ensure_future(engine.generate(make_request(prompt))) for prompt in PROMPTS[:2]]
+        waiting.append(asyncio.ensure_future(engine.call(lambda runner: runner.compile_grammar(GREEDY))))
+        await asyncio.sleep(0.1)
+        begun.set()
+        for outcome in await asyncio.gather(*waiting[: 3 if where != "step" else 2], return_exceptions=True):
+            assert isinstance(outcome, EngineDead) and "rank 1 failed in a step: torn" in str(outcome), outcome
+            assert isinstance(outcome.__cause__, PeersLost) and outcome.__cause__.ranks == (1,)
+        with pytest.raises(EngineDead):
+            await engine.generate(make_request(PROMPTS[0]))
+
+    run(work)
+    engine._thread.join(30)
+    assert not engine._thread.is_alive()
 
 
 def test_closing_ends_waiting_streams() -> None:

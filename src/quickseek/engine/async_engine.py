@@ -135,13 +135,16 @@ class AsyncEngine:
             self._submit(command)
 
     def _work(self) -> None:
+        begun: list[_Command] = []
         try:
             while not self._closing:
                 if self._runner.idle and self._commands.empty():
                     self._wake.wait()
                 self._wake.clear()
                 while not self._commands.empty():
-                    self._commands.get().run()
+                    begun.append(self._commands.get())
+                    begun[0].run()
+                    begun.clear()
                 if not self._runner.idle and not self._closing:
                     for update in self._runner.step():
                         self._deliver(update.output.request_id, update)
@@ -155,7 +158,9 @@ class AsyncEngine:
             for request_id in list(self._streams):
                 self._deliver(request_id, failure)
             while not self._commands.empty():
-                self._commands.get().fail(failure)
+                begun.append(self._commands.get())
+            for command in begun:
+                command.fail(failure)
 
     def _add(self, request: Request, post: Post) -> None:
         try:

@@ -293,18 +293,20 @@ class Runner:
     def step(self) -> list[Update]:
         """Run one tick: launch its steps, then read the results of the one before.
 
-        An exception in a part of it ends the requests of that part with "error"; the others go on. Raises
-        ``CollectiveTimeout``, before any token of the first void step is given out, when a peer did not come: then
-        nothing of any request goes on, and ``renewed`` runners raise it too until ``peers.reset()``.
+        An exception in a part of it ends the requests of that part with "error"; the others go on. Of one that not all
+        ranks raise alike all raise ``PeersLost``, for good. Raises ``CollectiveTimeout``, before any token of the first
+        void step is given out, when a peer did not come: then nothing of any request goes on, and ``renewed`` runners
+        raise it too until ``peers.reset()``.
         """
         self._check_open()
-        self._use_device(self.pools.device)
-        if not self._unread:
-            self.peers.check()
-        tick = self.scheduler.schedule()
-        self.decisions.saw(tick)
-        with self.peers.deferred():
-            return self._run(tick)
+        with self.model.world.as_one("a tick of the engine"):
+            self._use_device(self.pools.device)
+            if not self._unread:
+                self.peers.check()
+            tick = self.scheduler.schedule()
+            self.decisions.saw(tick)
+            with self.peers.deferred():
+                return self._run(tick)
 
     def _run(self, tick: Tick) -> list[Update]:
         for save in tick.saves:
@@ -338,9 +340,10 @@ class Runner:
 
     @contextmanager
     def _failing(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Whatever goes wrong inside ends ``requests``, and nobody else."""
+        """Whatever goes wrong inside, on all ranks alike, ends ``requests`` and nobody else."""
         try:
-            yield
+            with self.model.world.as_one("a step of the engine"):
+                yield
         except Exception as error:
             self._batch = _Batch()
             self._failures += [self._fail(self.answers[r.request_id], error) for r in requests if self._lives(r)]
@@ -447,6 +450,7 @@ class Runner:
         drafts = decision.drafts.tolist() if decision.drafts is not None else None
         confidence = decision.confidence.tolist() if decision.confidence is not None else None
         logprobs = _logprob_rows(decision) if decision.logprobs is not None else None
+        faults: list[tuple[Request, Exception]] = []
         for number, request in enumerate(requests):
             # One that was preempted meanwhile keeps its tokens: it starts again only after this has been read. One
             # that was aborted or has finished has no use for them.
@@ -466,8 +470,12 @@ class Runner:
                 rows = None if logprobs is None else logprobs[number][: len(taken)]
                 update = self._take(answer, taken, _limited(rows, request), rows_ran, finished[number])
             except Exception as error:  # one request's fault must not become another's
-                update = self._fail(answer, error)
-            updates.append(update)
+                faults.append((request, error))
+            else:
+                updates.append(update)
+        for request, fault in faults:
+            with self._failing([request]):
+                raise fault
 
     def _count_drafts(self, answer: Answer, offered: int, accepted: int) -> None:
         answer.request.drafted += offered
