@@ -17,7 +17,7 @@ from quickseek.sampling_params import SamplingParams
 pytestmark = pytest.mark.gpu
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
-OPTIONS |= {"max_num_seqs": 6, "decode_backend": "stock", "enable_prefix_caching": False}
+OPTIONS |= {"jit_warmup": False, "max_num_seqs": 6, "decode_backend": "stock", "enable_prefix_caching": False}
 PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 120, 65)]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 

@@ -24,7 +24,7 @@ from quickseek.sampling_params import SamplingParams
 pytestmark = pytest.mark.gpu
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20}
-OPTIONS |= {"max_num_seqs": 4, "decode_backend": "stock", "num_speculative_tokens": 3}
+OPTIONS |= {"jit_warmup": False, "max_num_seqs": 4, "decode_backend": "stock", "num_speculative_tokens": 3}
 PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 65)]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)

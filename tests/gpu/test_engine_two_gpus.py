@@ -20,7 +20,7 @@ from quickseek.sampling_params import SamplingParams
 pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 4}
-OPTIONS |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
+OPTIONS |= {"jit_warmup": False, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
 PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 120)]
 CYCLES = int(os.environ.get("QUICKSEEK_CYCLES", "1000"))
 LIMIT_S, STALL_S = 5.0, 12.0

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2
 pytest.importorskip("cutlass")
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 8}
+OPTIONS |= {"jit_warmup": False}
 OPTIONS |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False, "num_speculative_tokens": 3}
 PROMPTS = [[0, *range(20, 20 + count)] for count in (3, 40, 17, 120, 9, 77, 31, 64)]
 PARAMS = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)

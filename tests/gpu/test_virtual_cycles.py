@@ -37,6 +37,7 @@ FEW_REQUESTS, MANY_REQUESTS = 4, 8
 KEPT = 8
 """Tokens of an answer before something is spoiled."""
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 256, "max_num_seqs": FEW_REQUESTS}
+OPTIONS |= {"jit_warmup": False}
 OPTIONS |= {"kv_cache_memory_bytes": 128 << 20, "enable_prefix_caching": False, "rank_check_interval": 16}
 PROMPTS = [[0, *range(20 + number, 20 + number + count)] for number, count in enumerate((3, 40, 17, 120, 9, 64))]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
