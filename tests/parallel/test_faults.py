@@ -191,6 +191,31 @@ def test_a_time_out_is_not_told_by_the_world() -> None:
     assert own == "its own" and peer.startswith("rank 1 failed: Late: torn on rank 1 gave up"), "by give_up alone"
 
 
+def wait_in_vain(world: World, fails: bool) -> tuple[str, str, float]:
+    """Rank 0 gives up waiting for rank 1 on its device, which has failed or is only late: how each ends, how fast."""
+    begun = time.monotonic()
+    try:
+        with world.as_one("a step"):
+            world.barrier()
+            if world.rank == 0:
+                time.sleep(1.0)
+                raise Late("a wait")
+            if fails:
+                raise ValueError("torn")
+    except (Exception, PeersLost) as error:
+        return str(error), repr(error.__cause__), time.monotonic() - begun
+    return "goes on", "", 0.0
+
+
+def test_a_time_out_for_a_rank_that_failed_says_with_what() -> None:
+    first, second = spawn(wait_in_vain, 2, True)
+    assert first[0] == second[0] == "rank 1 failed in a step: ValueError: torn"
+    assert first[1].startswith("Late(") and second[1].startswith("ValueError(")
+    assert max(first[2], second[2]) < faults.AGREE_S / 2, "a rank waits until its time to agree is over"
+    first, second = spawn(wait_in_vain, 2, False)
+    assert first[0].startswith("a wait on rank 1 gave up") and second[0] == "goes on"
+
+
 def die(world: World) -> None:
     world.barrier()
     if world.rank == 1:

@@ -84,9 +84,9 @@ class FaultBoard:
         if self.lost is None:
             self._decide(f"rank {self.rank} failed: {text}", [self.rank])
 
-    def look(self, calls: int) -> None:
-        """PeersLost if a rank failed before the collective that this rank waits in, its ``calls``-th."""
-        told = {rank: fault for rank, fault in self._told().items() if fault.calls < calls}
+    def look(self, calls: int | None = None) -> None:
+        """PeersLost if a rank failed before the collective that this rank waits in, its ``calls``-th; None: at all."""
+        told = {rank: fault for rank, fault in self._told().items() if calls is None or fault.calls < calls}
         if not self._decided() and told:
             self._blame(told)
         self.check()

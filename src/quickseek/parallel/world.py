@@ -72,11 +72,13 @@ class World(ABC):
         """Inside, ranks fail as one: an Exception that all raise alike, after as many collectives, is each rank's own;
         of any other all raise PeersLost, which names ranks and causes (virtual ranks: their run ends).
 
-        Costs nothing without an exception. A CollectiveTimeout passes: peers hear of it by the watchdog.
+        Costs nothing without an exception. A CollectiveTimeout passes, since peers hear of it by the watchdog; of one
+        that waited for a rank that failed becomes PeersLost, which says what it failed with.
         """
         try:
             yield
-        except CollectiveTimeout:
+        except CollectiveTimeout as error:
+            self._missed(error)
             raise
         except Exception as error:
             self._failed(what, error)
@@ -88,6 +90,10 @@ class World(ABC):
 
     def _failed(self, what: str, error: Exception) -> None:
         """Return if all ranks failed alike."""
+        return
+
+    def _missed(self, error: CollectiveTimeout) -> None:
+        """Return if no rank is known to have failed."""
         return
 
     def check_source(self, source: int) -> None:
@@ -205,6 +211,12 @@ class DistributedWorld(World):
     def _failed(self, what: str, error: Exception) -> None:
         try:
             self.faults.agree(self.calls, f"in {what}: {type(error).__name__}: {error}")
+        except PeersLost as lost:
+            raise lost from error
+
+    def _missed(self, error: CollectiveTimeout) -> None:
+        try:
+            self.faults.look()
         except PeersLost as lost:
             raise lost from error
 
