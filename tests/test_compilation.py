@@ -62,6 +62,27 @@ def test_tritons_kernels_are_counted_beside_the_hooks_that_were_there(runtime: A
     assert compilation.kernels == 1 and seen == ["before gather", "after gather"]
 
 
+def test_a_hook_put_around_the_one_that_counts_counts_nothing_twice(runtime: Any) -> None:
+    compilation, seen = Compilation(), list[str]()
+    compilation.watch_triton()
+    counting = runtime.jit_post_compile_hook
+
+    def around(fn: Any) -> None:
+        seen.append(f"around {fn.name}")
+        counting(fn=fn)
+
+    runtime.jit_post_compile_hook = around
+    compilation.watch_triton()
+    for number in range(2):
+        launch(runtime, f"kernel {number}")
+        assert compilation.kernels == number + 1 and len(seen) == number + 1
+    # One in its place hears of kernels, too, and takes nothing away.
+    runtime.jit_post_compile_hook = lambda fn: seen.append(f"instead {fn.name}")
+    compilation.watch_triton()
+    launch(runtime, "another")
+    assert compilation.kernels == 3 and seen[-1] == "instead another"
+
+
 def test_a_compilation_that_another_hook_takes_over_is_not_counted(runtime: Any) -> None:
     runtime.jit_cache_hook = lambda fn: True
     compilation = Compilation()

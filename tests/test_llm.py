@@ -308,7 +308,7 @@ def test_a_closed_model_is_freed_and_says_so(directory: Path, backend: str) -> N
             lambda: llm.chat([{"role": "user", "content": "a"}]),
             lambda: next(stream),
         ),
-        *(llm.reset, llm.refresh, lambda: llm.model, lambda: llm.executor, runner.step, runner.renewed),
+        *(llm.reset, llm.refresh, llm.__enter__, lambda: llm.model, lambda: llm.executor, runner.step, runner.renewed),
         lambda: runner.add(None),  # type: ignore[arg-type]
     ]
     for call in calls:

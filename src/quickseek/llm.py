@@ -238,7 +238,7 @@ class LLM:
         with self._lock:
             if self.runner.closed:
                 return
-            lost = self.runner.peers.error() is not None
+            lost = self.runner.peers.error() is not None or self.world.lost is not None
             self._inboxes.clear()
             try:
                 self.runner.close()
@@ -252,6 +252,7 @@ class LLM:
                     torch.cuda.empty_cache()
 
     def __enter__(self) -> "LLM":
+        self._check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -58,6 +58,23 @@ def test_a_warm_up_runs_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert len(runs) == 1
 
 
+def test_prompts_of_all_requests_together_are_no_more_rows_than_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    prefill = Cycle.prefill
+
+    def told(self: Cycle, slots: Tensor, ids: Tensor, *given: Any, **named: Any) -> Any:
+        seen.append((ids.shape[0], slots.shape[0]))
+        return prefill(self, slots, ids, *given, **named)
+
+    monkeypatch.setattr(Cycle, "prefill", told)
+    runner = make_runner(max_num_seqs=3, max_model_len=16, max_num_batched_tokens=64, warm_up=True)
+    warmed = [max(counts) for counts in zip(*seen, strict=True)]
+    seen.clear()
+    tokens_of(runner, [make_request(range(20 * n, 20 * n + 13), max_model_len=16) for n in (1, 2, 3)])
+    assert max(seen) == (39, 3) and runner.pools.reach < 39, "one request could hold them"
+    assert warmed == [min(64, 3 * runner.pools.reach), 3], "more rows, and no more requests, than can run"
+
+
 def test_what_goes_wrong_in_a_warm_up_puts_scratch_back(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(**SMALL)
     before, decide = memory(runner), Cycle.decide

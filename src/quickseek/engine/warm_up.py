@@ -38,7 +38,7 @@ class WarmUp:
         self.cycle, self.pools, self.config = cycle, cycle.pools, cycle.model.config
         self.most_requests, self.replays, self.paced = most_requests, replays, paced
         self.longest = self.pools.reach
-        self.most_tokens = min(most_tokens, self.longest)
+        self.most_tokens = min(most_tokens, most_requests * self.longest)
         self.steps = 0
 
     @torch.inference_mode()
@@ -57,12 +57,12 @@ class WarmUp:
         How wide a row's list of selections is, and whether that is a multiple of 16; of few rows also how attention
         shares their keys out, and of one how the lists of long contexts are chosen.
         """
-        found = self._widths(-(-count // self.most_requests))
+        # Shorter ones do not hold so many rows.
+        least = -(-count // self.most_requests)
+        found = self._widths(least)
         if count in POWERS:
-            found |= set(contexts(min(max(found), self.longest)))
-        return sorted(
-            end for end in found | (set(contexts(self.longest)) if count == 1 else set()) if end <= self.longest
-        )
+            found |= set(contexts(self.longest if count == 1 else max(found)))
+        return sorted(end for end in found if least <= end <= self.longest)
 
     def _widths(self, least: int) -> set[int]:
         """Contexts of ``least`` tokens or more with lists of each kind: a multiple of 16, another number, and all."""

@@ -88,6 +88,11 @@ class World(ABC):
         """This rank ends with ``error``: peers that wait for it need not wait longer. Not collective."""
         return
 
+    @property
+    def lost(self) -> PeersLost | None:
+        """What every later collective raises, as far as this rank knows."""
+        return None
+
     def _failed(self, what: str, error: Exception) -> None:
         """Return if all ranks failed alike."""
         return
@@ -207,6 +212,10 @@ class DistributedWorld(World):
 
     def give_up(self, error: BaseException) -> None:
         self.faults.give_up(f"{type(error).__name__}: {error}")
+
+    @property
+    def lost(self) -> PeersLost | None:
+        return self.faults.lost
 
     def _failed(self, what: str, error: Exception) -> None:
         try:
