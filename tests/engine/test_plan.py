@@ -172,7 +172,7 @@ def test_a_plan_that_does_not_fit_a_gpu_beside_its_graphs_says_what_does() -> No
         ConfigError, match=rf"kv_cache_memory_bytes = {20 * GIB}: expected at most {plan.total_bytes - 1}"
     ):
         plan.check_room(plan.total_bytes + 2 * GIB - 1)
-    with pytest.raises(ConfigError, match="at most 0: 1024 MiB of the GPU are free, 2048 of which"):
+    with pytest.raises(ConfigError, match="at most 0: 1024 MiB of the GPU are free, and graphs are left 2048 MiB"):
         plan.check_room(GIB)
 
 

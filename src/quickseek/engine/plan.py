@@ -165,8 +165,8 @@ class MemoryPlan:
         if self.total_bytes > room:
             mib = 1 << 20
             expected = (
-                f"at most {max(room, 0)}: {free_bytes / mib:.0f} MiB of the GPU are free, {self.graph_bytes / mib:.0f} "
-                "of which are kept for graphs"
+                f"at most {max(room, 0)}: {free_bytes / mib:.0f} MiB of the GPU are free, and graphs are left "
+                f"{self.graph_bytes / mib:.0f} MiB"
             )
             raise ConfigError(OPTIONS["budget_bytes"], self.budget_bytes, expected)
 
