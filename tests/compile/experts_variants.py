@@ -26,10 +26,10 @@ def released() -> Iterator[tuple[str, Any, Any]]:
     for inner in (288, 576, 1152, 2304) if os.environ["CUTE_DSL_ARCH"] == "sm_90a" else (576,):
         gate_up = GateUpKernel(HIDDEN, inner, EXPERTS, TOP, **gate_up_settings(1, TOP))
         yield f"gate_up {inner}", gate_up, GATE_UP_ARGUMENTS
-        yield f"down {inner}", DownKernel(HIDDEN, inner, **down_settings(1)), DOWN_ARGUMENTS
+        yield f"down {inner}", DownKernel(HIDDEN, inner, **down_settings(1, inner)), DOWN_ARGUMENTS
     gate_up = GateUpKernel(HIDDEN, 576, EXPERTS, TOP, **gate_up_settings(6, 6 * TOP))
     yield "gate_up of more rows", gate_up, GATE_UP_ARGUMENTS
-    yield "down of more rows", DownKernel(HIDDEN, 576, **down_settings(6)), DOWN_ARGUMENTS
+    yield "down of more rows", DownKernel(HIDDEN, 576, **down_settings(6, 576)), DOWN_ARGUMENTS
     gate_up = GateUpKernel(HIDDEN, 576, EXPERTS, TOP, **gate_up_settings(85, 85 * TOP))
     yield "gate_up of a record", gate_up, GATE_UP_ARGUMENTS
 

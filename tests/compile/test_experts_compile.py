@@ -291,6 +291,26 @@ def test_every_code_has_its_value_at_scales_of_many_sizes_in_registers() -> None
         assert_bits(found, exact.bfloat16().roll(1, 1))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 48])
+@pytest.mark.parametrize("inner", [2304, 1152, 576, 288])
+def test_a_block_of_any_rank_has_room_in_shared_memory(inner: int, rows: int) -> None:
+    from quickseek.ops.moe import cute
+
+    assert cute.fits(5120, inner)
+    up = cute.GateUpKernel(5120, inner, 384, 6, **cute.gate_up_settings(rows, 6 * rows))
+    down = cute.DownKernel(5120, inner, **cute.down_settings(rows, inner))
+    for kernel in (up, down):
+        assert kernel.shared <= cute.SHARED_BYTES
+        assert all(part % 16 == 0 for part in (kernel.zeros, kernel.factors, kernel.scales, kernel.ring, kernel.stage))
+
+
+def test_what_a_block_has_no_room_for_is_left_to_other_kernels() -> None:
+    from quickseek.ops.moe import cute
+
+    assert not cute.fits(5120, 8192) and not cute.fits(65536, 576)
+    assert not cute.fits(5120, 576, torch.zeros(32, dtype=torch.uint8)[1:])
+
+
 def test_a_kernel_that_reads_past_its_tensors_is_noticed() -> None:
     x, weight = rows_of(2, 480), fp4(packed_experts(EXPERTS, 480, 64).w13)
     kernel = compile_all("sm_90a", "ptx")["gate_up 1024 32 4 1"]

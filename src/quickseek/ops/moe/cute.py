@@ -4,6 +4,7 @@ Tiles are those of ``triton_record.prepare``. Bytes that must move: the packed w
 was chosen, once. How a product is made: ``cute_products.py``.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -33,6 +34,8 @@ EARLY_SLOTS = 64
 """Up to so many slots every warp of ``gate_up`` finds its own tile among them, and reads weights before its wait."""
 LANE_PACKS = 32 * 16
 """Bytes of 16 for each lane of a warp."""
+DEEP_INNER = 1152
+"""Up to so many inputs ``down`` has the weights of two times 16 outputs of a warp on their way."""
 SHARED_BYTES = 227 * 1024
 """Of a block."""
 
@@ -429,11 +432,17 @@ def read_record(tiles: Any, item: Any) -> Record:
 
 def fits(hidden: int, inner: int, *packed: Tensor) -> bool:
     """Whether what a block needs fits into shared memory, and codes and scales begin at 16 bytes."""
-    if any(part.data_ptr() % 16 for part in packed):
-        return False
-    gate_up = GateUpKernel(hidden, inner, 1, 1, **gate_up_settings(MOST_ROWS, MOST_ROWS))
-    down = DownKernel(hidden, inner, **down_settings(MOST_ROWS))
-    return max(gate_up.shared, down.shared) <= SHARED_BYTES
+    return all(part.data_ptr() % 16 == 0 for part in packed) and most_shared(hidden, inner) <= SHARED_BYTES
+
+
+@cache
+def most_shared(hidden: int, inner: int) -> int:
+    """Bytes of shared memory of the largest block, of steps of any rows."""
+    kernels: list[FewRows] = []
+    for rows in (1, PAIR, MOST_ROWS):
+        kernels.append(GateUpKernel(hidden, inner, 1, 1, **gate_up_settings(rows, rows)))
+        kernels.append(DownKernel(hidden, inner, **down_settings(rows, inner)))
+    return max(kernel.shared for kernel in kernels)
 
 
 def tile_rows(rows: int) -> int:
@@ -451,10 +460,11 @@ def gate_up_settings(rows: int, slots: int) -> dict[str, Any]:
     }
 
 
-def down_settings(rows: int) -> dict[str, Any]:
+def down_settings(rows: int, inner: int) -> dict[str, Any]:
     """Rows of a tile, warps of a block, times 16 outputs of a warp, how many of these on their way, blocks of an SM."""
-    few, more = {"warps": 8, "each": 2, "depth": 2, "blocks": 2}, {"warps": 4, "each": 2, "depth": 2, "blocks": 4}
-    return (few if rows <= PAIR else more) | {"rows": tile_rows(rows)}
+    few, more = {"warps": 8, "each": 2, "blocks": 2}, {"warps": 4, "each": 2, "blocks": 4}
+    depth = 2 if inner <= DEEP_INNER else 1
+    return (few if rows <= PAIR else more) | {"rows": tile_rows(rows), "depth": depth}
 
 
 def gate_up(
@@ -490,7 +500,8 @@ def down(
 ) -> None:
     """Launch ``DownKernel`` for every tile of a step of ``rows`` rows."""
     device = values.device
-    chosen = down_settings(rows) | settings
-    kernel = compiled(DownKernel, DOWN_ARGUMENTS, device, hidden=out.shape[1], inner=values.shape[1], **chosen)
+    inner = values.shape[1]
+    chosen = down_settings(rows, inner) | settings
+    kernel = compiled(DownKernel, DOWN_ARGUMENTS, device, hidden=out.shape[1], inner=inner, **chosen)
     tensors = (values, factors, tiles, *weight, out)
     kernel(typed(Down, *(tensor.data_ptr() for tensor in tensors)), tiles.shape[0], current_stream(device))
