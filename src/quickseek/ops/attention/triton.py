@@ -32,8 +32,8 @@ TILES = ((4, 16, 4), (64, 32, 4), (1 << 31, 64, 8))
 
 Where rows are few, smaller tiles let more programs share the keys of one.
 """
-ADD_UP = (32, 1)
-"""Channels and warps of a program that adds up parts."""
+ADD_UP = ((8, 32, 1), (1 << 31, 128, 4))
+"""Up to how many rows times groups of heads a program that adds up parts takes which channels and warps."""
 MOST_HEADS = 32
 """Query heads of a program: their FP32 sums of D channels stay in registers."""
 
@@ -407,7 +407,8 @@ def _launch(
         pairs=pairs, num_warps=warps, num_stages=1,
     )  # fmt: skip
     if parts > 1:
-        channels, warps = min(ADD_UP[0], padded), ADD_UP[1]
+        channels, warps = next((channels, warps) for most, channels, warps in ADD_UP if count * groups <= most)
+        channels = min(channels, padded)
         _add_up[(count, heads, triton.cdiv(width, channels))](
             largest, total, mixed, sinks, cos, sin, out, heads, parts,
             width=width, channels=channels, part_block=triton.next_power_of_2(parts), pairs=pairs,
