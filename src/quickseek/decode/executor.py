@@ -4,6 +4,8 @@ Built once, after loading and before the caches are sized; it takes pure decode 
 that are recorded into a graph (on a CPU: that stand for one). Every other forward runs the stock layers untouched.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -203,6 +205,17 @@ class SpecializedDecode:
             if backbone.config.num_hidden_layers in wanted:
                 aux[backbone.config.num_hidden_layers] = mhc.stream_mean(final)
             return hidden, [aux[layer] for layer in wanted]
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, steps add nothing to ``runs`` and what the parts count: for those that no request asked for."""
+        counters = [one for one in (self, self.draft, self.gather, self.row_shard) if one is not None]
+        kept = [(one, name, vars(one)[name]) for one in counters for name in ("runs", "fused") if name in vars(one)]
+        try:
+            yield
+        finally:
+            for one, name, count in kept:
+                setattr(one, name, count)
 
     # ------------------------------------------------------------------------------------------ weights
 

@@ -182,12 +182,15 @@ class CudaGraphs(EagerGraphs):
             self._slots[slots.shape[0] : size] = SCRATCH
             self._filled = size, slots
         graph, step = self._verify[size]
+        # A graph's collectives are launched all at once.
+        self.cycle.model.world.launches += 1
         graph.replay()
         self.replays += 1
         self.cycle.count(self._specialized[size])
         if (size, needs) not in self._decide:
             return self.cycle.decide(step, needs)
         graph, decision = self._decide[size, needs]
+        self.cycle.model.world.launches += 1
         graph.replay()
         return decision
 

@@ -46,6 +46,11 @@ class Peers:
         nobody = CollectiveTimeout("collective", self.watchdog.fabric.rank, -1, -1, ())
         raise self.watchdog.error() or nobody
 
+    def check_launched(self) -> None:
+        """Wait for all that was launched on the current CUDA stream; raise the ``CollectiveTimeout`` it met, if any."""
+        self.check_results(self.flag)
+        self.check()
+
     def deferred(self) -> AbstractContextManager[None]:
         """Inside, collectives that are launched raise nothing: the ranks' results are checked when they are read."""
         return nullcontext() if self.watchdog is None else self.watchdog.deferred()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from quickseek.engine.peers import Peers
 from quickseek.engine.plan import MemoryPlan
 from quickseek.engine.pools import Pools
 from quickseek.engine.prefix import PrefixCache
-from quickseek.engine.readback import Readback, readbacks_from
+from quickseek.engine.readback import Readback, Readbacks, readbacks_from
 from quickseek.engine.request import Request, Status
 from quickseek.engine.scheduler import Scheduler, SchedulerLimits
 from quickseek.engine.slot_state import SlotState
@@ -34,6 +34,8 @@ from quickseek.errors import QuickseekError
 from quickseek.model.causal_lm import CausalLM
 from quickseek.sampling_params import SamplingParams
 from quickseek.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class EngineClosed(QuickseekError, RuntimeError):
@@ -122,11 +124,46 @@ class _Batch:
         return _Batch(list(requests), slots, Needs.of(requests), reach)
 
 
+@dataclass
+class _Common:
+    """What a runner and all that are renewed from one another have in common; ``parts`` in the order they were made."""
+
+    closed: bool = False
+    parts: dict[str, Any] = field(default_factory=dict)
+
+
+class _Part(Generic[T]):
+    """An attribute that lies in ``_Common.parts``: EngineClosed once any of the runners was closed."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, runner: "Runner", owner: type) -> T:
+        try:
+            part: T = runner._common.parts[self.name]
+        except KeyError:
+            runner._check_open()
+            raise AttributeError(f"Runner has no {self.name} yet") from None
+        return part
+
+    def __set__(self, runner: "Runner", part: T) -> None:
+        runner._common.parts[self.name] = part
+
+
 class Runner:
     """Requests in, updates out. ``step`` runs one tick; every rank runs the same ticks in the same order.
 
-    ``drivers``: what steps it from other threads, to be closed before it is. Not usable after ``close``: EngineClosed.
+    ``drivers``: what steps it from other threads, to be closed before it is. After ``close``, neither it nor a runner
+    that was renewed from it, or that it was renewed from, is usable: EngineClosed.
     """
+
+    model = _Part[CausalLM]()
+    pools = _Part[Pools]()
+    state = _Part[SlotState]()
+    cycle = _Part[Cycle]()
+    peers = _Part[Peers]()
+    graphs = _Part[CudaGraphs | None]()
+    _readbacks = _Part[Readbacks]()
 
     def __init__(
         self,
@@ -137,12 +174,12 @@ class Runner:
         options: RunnerOptions | None = None,
     ) -> None:
         options = RunnerOptions() if options is None else options
+        self._common = _Common()
         self.model, self.tokenizer, self.plan, self.options = model, tokenizer, plan, options
         self.config, self.drafts, self._identity = model.config, plan.num_speculative_tokens, identity
         self._compiler: GrammarCompiler | None = None
         self._compiling = threading.Lock()
         self.drivers: weakref.WeakSet[Closeable] = weakref.WeakSet()
-        self.closed = False
         self._begin()
         self._use_device(model.world.device)
         self.pools = Pools(
@@ -160,10 +197,11 @@ class Runner:
         self.cycle = Cycle(model, self.pools, self.state, drafts=self.drafts, sampled_drafts=options.sampled_drafts)
         self.peers = Peers.of(model)
         self._readbacks = readbacks_from(self.pools.device)
-        self.graphs = self._capture() if options.graphs and self.pools.device.type == "cuda" else None
-        if options.warm_up:
-            # Behind the captures: each gives back the memory that PyTorch had kept for eager steps.
-            self._warm_up()
+        with self._starting():
+            self.graphs = self._capture() if options.graphs and self.pools.device.type == "cuda" else None
+            if options.warm_up:
+                # Behind the captures: each gives back the memory that PyTorch had kept for eager steps.
+                self._warm_up()
 
     def _begin(self) -> None:
         """Everything that the host knows of requests, while there is none."""
@@ -208,16 +246,23 @@ class Runner:
         self.close_drivers()
         if self.closed:
             return
-        self.closed, device = True, self.pools.device
+        device, watchdog, parts = self.pools.device, self.peers.watchdog, self._common.parts
         self._begin()
+        self._common.closed = True
         try:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         finally:
-            if self.peers.watchdog is not None:
-                self.peers.watchdog.close()
-            # The graphs first: their pool may hold what the others point at.
-            del self.graphs, self.cycle, self.state, self.pools, self._readbacks, self.peers, self.model, self.decisions
+            if watchdog is not None:
+                watchdog.close()
+            # The latest first: the pool of the graphs may hold what the others point at.
+            while parts:
+                parts.popitem()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this runner, or one that shares its parts, was closed."""
+        return self._common.closed
 
     def close_drivers(self) -> None:
         """End all that steps this runner from other threads."""
@@ -236,6 +281,17 @@ class Runner:
         for decision in graphs.decisions:
             self._readbacks.reserve(_Results(decision, self.peers.flag))
         return graphs
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """For steps that run before the first request: raises CollectiveTimeout if a peer did not come to one of them.
+
+        Ranks launch all of them before they look, and fail as one (``World.as_one``).
+        """
+        with self.model.world.as_one("the start of the engine"):
+            with self.peers.deferred():
+                yield
+            self.peers.check_launched()
 
     def _warm_up(self) -> None:
         options = self.options

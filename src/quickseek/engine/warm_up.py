@@ -6,13 +6,14 @@ scratch slot and block, what these held is put back, and every rank does the sam
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import lcm
 
 import torch
 from torch import Tensor
 
+from quickseek.decode.executor import SpecializedDecode
 from quickseek.engine.batch import PrefillBatch
 from quickseek.engine.cycle import Cycle, Needs
 from quickseek.engine.grammar import mask_words
@@ -131,10 +132,12 @@ class WarmUp:
     def _kept(self) -> Iterator[None]:
         """Put back what the scratch slot and block held, and what was counted."""
         cycle = self.cycle
+        executor = cycle.model.backbone.executor
         held = [cache.tensor[SCRATCH] for cache in self.pools.caches.values()] + cycle.state.of(SCRATCH)
         copies, counted = [tensor.clone() for tensor in held], (cycle.steps, cycle.specialized)
         try:
-            yield
+            with executor.uncounted() if isinstance(executor, SpecializedDecode) else nullcontext():
+                yield
         finally:
             for tensor, copy in zip(held, copies, strict=True):
                 tensor.copy_(copy)

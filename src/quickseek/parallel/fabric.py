@@ -37,6 +37,8 @@ class Fabric(ABC):
     rank: int
     size: int
     device: torch.device
+    world: World | None = None
+    """The ranks that fail as one with those of the fabric (``World.as_one``); None: ranks of one process."""
     ranks_on_device: int = 1
     """Ranks whose kernels share this device's multiprocessors."""
     one_shot_only: bool = False
@@ -73,7 +75,8 @@ class SymmetricFabric(Fabric):
     def __init__(self, world: World, *, timeout_s: float = 10.0, multicast: bool = False) -> None:
         if world.device.type != "cuda":
             raise RuntimeError(f"symmetric memory needs ranks on CUDA devices: rank {world.rank} is on {world.device}")
-        self.world, self.rank, self.size = world, world.rank, world.size
+        self.world: World = world
+        self.rank, self.size = world.rank, world.size
         self.device = torch.device("cuda", torch.cuda.current_device()) if world.device.index is None else world.device
         self.multicast = multicast
         self._handles: list[Any] = []

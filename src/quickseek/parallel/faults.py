@@ -31,10 +31,11 @@ class PeersLost(BaseException):
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank failed with, and how many collectives it had begun."""
+    """What a rank failed with, how many collectives it had begun, and launched in mailboxes (``World.launches``)."""
 
     calls: int
     text: str
+    launches: int = 0
 
 
 class FaultBoard:
@@ -62,19 +63,20 @@ class FaultBoard:
             names = [self._get(f"process {rank}") for rank in range(self.size)]
             self._processes = ["" if name is None else name for name in names]
 
-    def agree(self, calls: int, text: str) -> None:
-        """This rank failed with ``text`` after ``calls`` collectives: return if all ranks did, else PeersLost on all.
+    def agree(self, calls: int, text: str, launches: int = 0) -> None:
+        """This rank failed with ``text`` after ``calls`` collectives and ``launches`` of those in mailboxes: return if
+        all ranks did, else PeersLost on all.
 
         Returns after AGREE_S at the latest.
         """
-        self._set(self._fault(self.rank), json.dumps([calls, text]))
+        self._set(self._fault(self.rank), json.dumps([calls, text, launches]))
         deadline, this = time.monotonic() + AGREE_S, self._round
         while self._round == this and not self._decided():
             told = self._told()
             if len(told) == self.size and len(set(told.values())) == 1:
                 self._decide("", [])
             elif len(told) == self.size or time.monotonic() > deadline:
-                self._blame(told or {self.rank: Fault(calls, text)})
+                self._blame(told or {self.rank: Fault(calls, text, launches)})
             else:
                 time.sleep(POLL_S)
         self.check()

@@ -30,7 +30,7 @@ class HostFabric(Fabric):
     """
 
     def __init__(self, world: World, *, timeout_s: float = 10.0) -> None:
-        self.world = world
+        self.world: World = world
         self.rank, self.size, self.device = world.rank, world.size, torch.device("cpu")
         self._mapped: list[Tensor] = []
         self._self_test(timeout_s)

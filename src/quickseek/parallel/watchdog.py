@@ -50,6 +50,7 @@ class Watchdog:
             raise ValueError(f"a watchdog of {fabric.size} ranks: at most {MAX_RANKS}")
         # A proxy, since the table of watchdogs is keyed by the fabric and must not keep it alive.
         self.fabric, self.on_timeout = weakref.proxy(fabric), on_timeout
+        self._world = fabric.world
         self.mailbox = fabric.allocate([CONTROL_WORDS], torch.int64)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=fabric.device.type == "cuda")
         self._words = self.record.numpy()
@@ -99,7 +100,9 @@ class Watchdog:
         return self._error
 
     def check(self) -> None:
-        """Raise the recorded ``CollectiveTimeout``, if any: before each collective, and after each wait of the host."""
+        """Raise the recorded ``CollectiveTimeout``, if any: before each collective, which ``World.launches`` counts."""
+        if self._world is not None:
+            self._world.launches += 1
         error = self.error()
         if error is not None and not self._deferred:
             raise error
@@ -125,6 +128,8 @@ class Watchdog:
             if collective is not None:
                 collective.refill()
         self.clear()
+        if self._world is not None:
+            self._world.launches = 0
         self.fabric.barrier()
 
     def clear(self) -> None:

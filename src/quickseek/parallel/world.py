@@ -46,6 +46,8 @@ class World(ABC):
     rank: int
     size: int
     device: torch.device
+    launches: int = 0
+    """Collectives in mailboxes, and graphs of them, that this rank has launched since all ranks last emptied them."""
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -69,8 +71,9 @@ class World(ABC):
 
     @contextmanager
     def as_one(self, what: str) -> Iterator[None]:
-        """Inside, ranks fail as one: an Exception that all raise alike, after as many collectives, is each rank's own;
-        of any other all raise PeersLost, which names ranks and causes (virtual ranks: their run ends).
+        """Inside, ranks fail as one: an Exception that all raise alike, after as many collectives (those in mailboxes,
+        too), is each rank's own; of any other all raise PeersLost, which names ranks and causes (virtual ranks: their
+        run ends).
 
         Costs nothing without an exception. A CollectiveTimeout passes, since peers hear of it by the watchdog; of one
         that waited for a rank that failed becomes PeersLost, which says what it failed with.
@@ -219,7 +222,7 @@ class DistributedWorld(World):
 
     def _failed(self, what: str, error: Exception) -> None:
         try:
-            self.faults.agree(self.calls, f"in {what}: {type(error).__name__}: {error}")
+            self.faults.agree(self.calls, f"in {what}: {type(error).__name__}: {error}", self.launches)
         except PeersLost as lost:
             raise lost from error
 
