@@ -319,6 +319,23 @@ def test_a_closed_model_is_freed_and_says_so(directory: Path, backend: str) -> N
         llm.unheard_of  # noqa: B018
 
 
+@pytest.mark.parametrize("renew", ["refresh", "reset"])
+def test_closing_closes_the_runners_from_before(directory: Path, renew: str) -> None:
+    llm = LLM(directory)
+    old, engine = llm.runner, AsyncEngine(llm.runner)
+    there = [weakref.ref(one) for one in (llm.model.head.weight, old.pools.tables, old.cycle, old._readbacks)]
+    getattr(llm, renew)()
+    assert llm.runner is not old and not old.closed and all(one() is not None for one in there)
+    llm.close()
+    assert old.closed and not engine._thread.is_alive() and not any(one() is not None for one in there)
+    old.close()
+    for call in (old.step, old.renewed, lambda: old.model, lambda: old.graphs):
+        with pytest.raises(EngineClosed, match="closed"):
+            call()
+    with pytest.raises(EngineDead, match="closed"):
+        AsyncEngine(old)
+
+
 def test_closing_ends_what_serves_from_a_model(directory: Path) -> None:
     llm = LLM(directory)
     engine = AsyncEngine(llm.runner)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ import torch.distributed as dist
 from quickseek.errors import CollectiveTimeout, RankFailure
 from quickseek.parallel import faults
 from quickseek.parallel.faults import FaultBoard, PeersLost
+from quickseek.parallel.host_fabric import HostFabric
 from quickseek.parallel.launch import spawn
 from quickseek.parallel.virtual import run_virtual
+from quickseek.parallel.watchdog import Watchdog
 from quickseek.parallel.world import SoloWorld, World
 
 
@@ -61,6 +63,14 @@ def test_ranks_that_fail_otherwise_or_elsewhere_are_lost_with_one_text(other: tu
     assert told == [f"rank 0 failed in a step: x; rank 1 failed {other[1]}"] * 2
     assert outcome(first.check) == outcome(second.check) == told[0]
     assert first.lost is not None and first.lost.ranks == (0, 1)
+
+
+def test_ranks_that_launched_more_or_less_in_mailboxes_are_lost() -> None:
+    first, second = boards(2)
+    text = "in a step: x"
+    assert at_once(lambda: first.agree(4, text, 7), lambda: second.agree(4, text, 7)) == ["goes on"] * 2
+    told = at_once(lambda: first.agree(4, text, 7), lambda: second.agree(4, text, 8))
+    assert told == ["rank 0 failed in a step: x; rank 1 failed in a step: x"] * 2
 
 
 def test_a_rank_that_waits_for_one_that_failed_is_lost_and_tells_it_so() -> None:
@@ -152,6 +162,31 @@ def fail_and_go_on(world: World, ranks: tuple[int, ...]) -> list[str]:
         except PeersLost as lost:
             told.append(str(lost))
     return told
+
+
+def fail_after_launches(world: World, launches: Sequence[Sequence[int]]) -> list[str]:
+    """Steps in which all ranks raise the same, each after as many launches of its own; the mailboxes are emptied
+    after the first."""
+    fabric = HostFabric(world)
+    watchdog, told = Watchdog.of(fabric), []
+    for step, counts in enumerate(launches):
+        try:
+            with world.as_one("a step"):
+                for _ in range(counts[world.rank]):
+                    watchdog.check()
+                raise ValueError("torn")
+        except (ValueError, PeersLost) as error:
+            told.append(f"{type(error).__name__} {world.launches}")
+        if step == 0:
+            watchdog.reset()
+    return told
+
+
+def test_ranks_that_fail_at_different_launches_of_a_step_do_not_go_on() -> None:
+    for told in spawn(fail_after_launches, 2, ((2, 2), (3, 3), (1, 1))):
+        assert told == ["ValueError 2", "ValueError 3", "ValueError 4"]
+    first, second = spawn(fail_after_launches, 2, ((1, 1), (2, 3)))
+    assert (first, second) == (["ValueError 1", "PeersLost 2"], ["ValueError 1", "PeersLost 3"])
 
 
 def test_worlds_fail_as_one() -> None:
