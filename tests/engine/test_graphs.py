@@ -13,7 +13,7 @@ from micro import GREEDY, alone, assert_nothing_leaks, finish_all, make_request,
 
 from quickseek.engine import runner as runner_module
 from quickseek.engine.cycle import Needs
-from quickseek.engine.graphs import CudaGraphs
+from quickseek.engine.graphs import CudaGraphs, Recorder
 from quickseek.engine.readback import Readbacks
 from quickseek.engine.staging import Staging
 from quickseek.model.context import SLOT_GROUP, ForwardContext
@@ -172,6 +172,21 @@ def test_replayed_steps_in_any_company_give_plain_decoding(monkeypatch: pytest.M
     assert_nothing_leaks(runner)
     runner._readbacks = Readbacks()
     assert tokens_of(runner, [make_request(PROMPTS[1])]) != [alone(PROMPTS[1])], "overwritten results are not noticed"
+
+
+def test_recorders_that_live_have_streams_of_their_own_and_leave_them_to_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    device, other = torch.device("cuda", 101), torch.device("cuda", 102)
+    first, second = Recorder(device), Recorder(device)
+    streams = [first.stream, second.stream]
+    assert streams[0] is not streams[1]
+    del first
+    third, elsewhere = Recorder(device), Recorder(other)
+    assert third.stream is streams[0] and elsewhere.stream.device == other
+    assert all(Recorder(device).stream is not one for one in streams), "theirs are taken"
 
 
 def test_a_runner_whose_step_was_interrupted_hands_on_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,21 +4,31 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from micro import GREEDY, alone, assert_nothing_leaks, make_request, make_runner, tokens_of
+from micro import GREEDY, alone, assert_nothing_leaks, make_request, make_runner, micro_model, tokens_of
 from torch import Tensor
 
 from engine_cases import written
+from lost_peers import give_up, raise_flags
+from quickseek.decode.gates import GATES
 from quickseek.engine import warm_up
 from quickseek.engine.cycle import Cycle
+from quickseek.engine.peers import Peers
 from quickseek.engine.runner import Runner
 from quickseek.engine.warm_up import WarmUp, contexts, sizes
+from quickseek.errors import CollectiveTimeout
 from quickseek.llm import LLM
+from quickseek.parallel.fabric import VirtualFabric
+from quickseek.parallel.faults import PeersLost
 from quickseek.parallel.virtual import VirtualWorld, run_virtual
+from quickseek.parallel.watchdog import Watchdog
+from quickseek.parallel.world import SoloWorld
 
 PROMPTS = [list(range(20 + 9 * count, 20 + 10 * count)) for count in (3, 17, 8)]
 
@@ -87,6 +97,74 @@ def test_what_goes_wrong_in_a_warm_up_puts_scratch_back(monkeypatch: pytest.Monk
     with pytest.raises(MemoryError, match="planted"):
         runner._warm_up()
     assert all(map(torch.equal, before, memory(runner)))
+
+
+@pytest.mark.parametrize("fault", ["record", "flag"])
+def test_a_peer_that_comes_late_to_a_warm_up_is_told_at_its_end(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Of this rank's own wait the error names the peer; of a wait of another rank only the flag is seen."""
+    fabric = VirtualFabric.ranks(2, "cpu")[0]
+    watchdog, late, steps, prefill = Watchdog.of(fabric), [False], list[int](), Cycle.prefill
+    monkeypatch.setattr(Peers, "of", lambda model: Peers(watchdog))
+
+    def told(self: Cycle, *given: Any, **named: Any) -> Any:
+        watchdog.check()  # as a collective does before its launch
+        steps.append(len(steps))
+        if late[0] and len(steps) == 2:
+            raise_flags(watchdog) if fault == "flag" else give_up(watchdog, 1)
+        return prefill(self, *given, **named)
+
+    monkeypatch.setattr(Cycle, "prefill", told)
+    make_runner(**SMALL, warm_up=True)
+    all_steps, late[0] = list(steps), True
+    steps.clear()
+    with pytest.raises(CollectiveTimeout, match="missing source ranks: 1" if fault == "record" else "another rank"):
+        make_runner(**SMALL, warm_up=True)
+    assert steps == all_steps and len(steps) > 2, "a rank that stops early leaves out what its peers wait for"
+
+
+class FailsAsOne(SoloWorld):
+    """A world in which every wait in vain was for a rank that is known to have failed."""
+
+    def _missed(self, error: CollectiveTimeout) -> None:
+        raise PeersLost("rank 1 failed: ValueError: torn") from error
+
+
+def test_a_warm_up_that_waited_for_a_rank_that_failed_says_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog = Watchdog.of(fabric := VirtualFabric.ranks(2, "cpu")[0])
+    monkeypatch.setattr(Peers, "of", lambda model: Peers(watchdog))
+    monkeypatch.setattr(micro_model(False), "world", FailsAsOne())
+    monkeypatch.setattr(WarmUp, "run", lambda self: give_up(watchdog, 1))
+    with pytest.raises(PeersLost, match="torn"):
+        make_runner(warm_up=True)
+    assert fabric.size == 2
+
+
+def counts(llm: LLM) -> list[int]:
+    """What the executor of a model and its parts have counted."""
+    executor = llm.executor
+    assert executor is not None and executor.draft is not None
+    gather, shard = executor.gather, executor.row_shard
+    assert gather is not None and shard is not None
+    return [executor.runs, executor.draft.runs, gather.fused, shard.runs, shard.fused]
+
+
+def counted(world: VirtualWorld, directory: Path) -> tuple[list[int], list[int]]:
+    """Counts after a start with a warm-up, and after another whose steps are counted."""
+    options: dict[str, Any] = {"decode_backend": "latency_specialized", "num_speculative_tokens": 1, "max_num_seqs": 2}
+    options |= {"max_model_len": 16, "max_num_batched_tokens": 2, "tensor_parallel_size": 2}
+    llm = LLM(directory, world=world, jit_warmup=True, **options)
+    started = counts(llm)
+    assert llm.executor is not None
+    llm.executor.uncounted = nullcontext  # type: ignore[method-assign]
+    llm.runner._warm_up()
+    return started, counts(llm)
+
+
+def test_a_warm_up_adds_to_no_count_of_the_specialized_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GATES, "cpu", replace(GATES["cpu"], row_shard=2))
+    monkeypatch.setattr(WarmUp, "_kinds", lambda self, requests, rows: self._plain())
+    for started, again in run_virtual(counted, 2, written(tmp_path, "tiny-tp"), timeout_s=300.0):
+        assert started == [0] * 5 and all(again), again
 
 
 def test_every_class_of_rows_has_one_of_the_sizes() -> None:

@@ -4,6 +4,8 @@ A CPU records none: its decode forwards run eagerly, told that they stand for a 
 is taken there too. On CUDA, V is one graph for each padded batch size, and D one for each size and kind of choice.
 """
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,11 +32,19 @@ class Graph(Protocol):
         """Enqueue it on the current CUDA stream."""
 
 
+_free_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""CUDA streams of recorders that are no more: PyTorch keeps a workspace of cuBLAS (32 MiB on an H200) for each stream,
+for good, since graphs that were captured there may use it."""
+
+
 class Recorder:
-    """Captures graphs on one CUDA stream, in one memory pool."""
+    """Captures graphs on one CUDA stream, which no other that lives has, in one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        free = _free_streams[device]
+        self.stream = free.pop() if free else torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        weakref.finalize(self, free.append, self.stream).atexit = False
 
     @classmethod
     def of(cls, world: World) -> "Recorder":
