@@ -24,6 +24,7 @@ from quickseek import LLM, SamplingParams
 from quickseek.checkpoint.miniature import write_miniature
 from quickseek.cli import app, figures, main
 from quickseek.compilation import COMPILATION
+from quickseek.config import EngineConfig
 from quickseek.engine.answer import RequestOutput
 from quickseek.engine.async_engine import AsyncEngine, EngineDead
 from quickseek.engine.runner import EngineClosed
@@ -388,6 +389,21 @@ def test_a_start_warms_up_and_logs_what_it_compiled(directory: Path, caplog: pyt
         assert llm.compilation.kernels == before, "a CPU compiles nothing"
         assert llm.runner.options.warm_up and len(llm.generate([5, 6], replace(GREEDY, max_tokens=3))[0].token_ids) == 3
     assert "ready: 0 kernels were compiled, which took 0.0 s" in caplog.text
+
+
+def test_the_command_generates_without_a_warm_up_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too, where an LLM and servers warm up as it is."""
+    asked: list[bool] = []
+
+    def build(model: str, *, jit_warmup: bool | None, device: str, **options: Any) -> LLM:
+        asked.append(EngineConfig(device=device, jit_warmup=jit_warmup).warms_up)
+        raise ConfigError("model", model, "planted")
+
+    monkeypatch.setattr("quickseek.llm.LLM", build)
+    command = ["generate", "--model", "miniature", "--prompt", "a", "--device", "cuda"]
+    for option in ([], ["--jit-warmup"], ["--no-jit-warmup"]):
+        assert isinstance(CliRunner().invoke(app, [*command, *option]).exception, ConfigError)
+    assert asked == [False, True, False] and EngineConfig(device="cuda").warms_up
 
 
 @pytest.mark.parametrize(

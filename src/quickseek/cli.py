@@ -68,8 +68,11 @@ def generate(
         int | None, typer.Option(help="Ranks, one GPU each: 1, or as many as torchrun started.")
     ] = None,
     jit_warmup: Annotated[
-        bool | None, typer.Option(help="Compile everything before the first answer; as it is, on a GPU.")
-    ] = None,
+        bool,
+        typer.Option(
+            help="Compile all kernels before the answer; otherwise each is compiled when the answer first needs it."
+        ),
+    ] = False,
 ) -> None:
     """Generate text, written to the terminal as it comes, and a closing line of figures."""
     if (prompt is None) == (chat is None):
