@@ -1,6 +1,7 @@
 """How graphs are captured and which batches keep what they have on the device, with stand-ins for a GPU."""
 
 from collections.abc import Callable
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ def install(monkeypatch: pytest.MonkeyPatch, events: list[str], captures: bool =
         finally:
             under_way[0] = False
 
+    monkeypatch.setattr("quickseek.engine.graphs._free_streams", defaultdict(list))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda one: nullcontext())

@@ -1,5 +1,6 @@
 """The whole engine on virtual ranks: one rank's tokens in exact arithmetic, one graph for all ranks' work."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -149,6 +150,7 @@ def install(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
         assert one is stream
         yield
 
+    monkeypatch.setattr("quickseek.engine.graphs._free_streams", defaultdict(list))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -172,13 +174,15 @@ def capture(world: VirtualWorld, events: list[str], recorder: Callable[[VirtualW
 
     cycle: Any = SimpleNamespace(
         pools=SimpleNamespace(device=CPU, reach=64), verify=part("V"), decide=part("D"), steps=0, specialized=0,
-        count=lambda specialized: None,
+        count=lambda specialized: None, model=SimpleNamespace(world=world),
     )  # fmt: skip
     graphs = CudaGraphs(cycle, [2], recorder(world))
     graphs.capture([Needs.of([])])
     if world.rank == 0:
         events.append("captured")
+    before = world.launches
     assert graphs.run(torch.tensor([1]), 8, Needs.of([])) == "D"
+    assert world.launches > before, "what ranks that fail compare"
 
 
 def captured(monkeypatch: pytest.MonkeyPatch, seed: int | None, recorder: Callable[[VirtualWorld], Recorder]) -> str:
