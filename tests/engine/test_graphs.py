@@ -1,7 +1,7 @@
 """How graphs are captured and which batches keep what they have on the device, with stand-ins for a GPU."""
 
-from collections.abc import Callable
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
