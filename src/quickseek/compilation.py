@@ -14,7 +14,8 @@ class Compilation:
     """``kernels`` compiled so far, each configuration by itself, and the ``seconds`` that took; of the whole process.
 
     A kernel of Triton that its cache on disk holds counts too, since a launch waits for it to be loaded. Once a
-    ``start_up`` has ended, a kernel that is compiled outside of one is reported by a warning, the first of each name.
+    ``start_up`` with a warm-up has ended, a kernel that is compiled outside of one is reported by a warning, the first
+    of each name.
     """
 
     def __init__(self) -> None:
@@ -24,8 +25,8 @@ class Compilation:
         self._told = threading.local()
 
     @contextmanager
-    def start_up(self) -> Iterator[None]:
-        """Inside, compiling is expected; afterwards it is not."""
+    def start_up(self, warm: bool) -> Iterator[None]:
+        """Inside, compiling is expected; afterwards it is not, if the start ends ``warm``."""
         with self._lock:
             self._starting += 1
         try:
@@ -33,7 +34,7 @@ class Compilation:
         finally:
             with self._lock:
                 self._starting -= 1
-                self._ready = True
+                self._ready = warm
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -72,7 +72,7 @@ class LLM:
         decode = specialized_decode_config(config, self.config, world=self.world)
         COMPILATION.watch_triton()
         kernels, seconds = COMPILATION.kernels, COMPILATION.seconds
-        with COMPILATION.start_up():
+        with COMPILATION.start_up(config.warms_up):
             self._build(decode, token_map)
         told = COMPILATION.kernels - kernels, COMPILATION.seconds - seconds
         logger.info("ready: %d kernels were compiled, which took %.1f s", *told)
