@@ -141,7 +141,7 @@ class LLM:
             confidence=config.draft_confidence_threshold,
             guarded=config.guard_pools,
             rank_check_interval=config.rank_check_interval,
-            warm_up=config.warms_up if self.executor is None else self.executor.config.jit_warmup,
+            warm_up=config.warms_up,
         )
         # Whatever changes a row of a cache is part of a cached prefix's name.
         facts = [str(self._directory.resolve()), self.config.to_dict(), str(self.model.numerics), config.decoder_replay]

@@ -143,6 +143,14 @@ def store_shared(address: Any, value: Any) -> None:
     inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def store_shared_words(address: Any, words: Sequence[Any]) -> None:
+    """One or four words into shared memory."""
+    operands = ", ".join(f"{{$r{index + 1}}}" for index in range(len(words)))
+    kind = "v4.b32" if len(words) == 4 else "b32"
+    operands = f"{{{operands}}}" if len(words) == 4 else operands
+    inline_ptx(f"st.shared.{kind} [{{$r0}}], {operands};", read_only_args=[address, *words])
+
+
 def load_shared(address: Any) -> Any:
     """FP32 of this block's shared memory (32-bit address)."""
     return inline_ptx("ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])

@@ -90,11 +90,6 @@ def largest_of(words: list[Any]) -> Any:
     return ptx.maximum(*ptx.unpack_bf16(most))
 
 
-def store_four(address: Any, words: Any) -> None:
-    """Four words into shared memory."""
-    inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
-
-
 def larger(a: Any, b: Any) -> Any:
     """Of two signed integers."""
     return Int32(ptx.choose(a > b, a, b))
@@ -250,7 +245,7 @@ class FewRows:
         factor = Float32(ptx.choose(bad != Int32(0), Float32(float("nan")), factor))
         line = place * self.columns + row
         # Rows that are read together lie in different banks.
-        store_four(own + line * (PIECE * 2) + (eighth ^ (row & Int32(1))) * 16, halves)
+        ptx.store_shared_words(own + line * (PIECE * 2) + (eighth ^ (row & Int32(1))) * 16, halves)
         ptx.store_shared(own + self.codes_bytes + line * 4, factor)
 
     def multiply(self, words: Any, one: int, place: int, totals: Any, own: Any, lane: Lane) -> None:

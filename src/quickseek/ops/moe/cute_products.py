@@ -84,14 +84,6 @@ def load_shared_byte(address: Any) -> Any:
     return inline_ptx("ld.volatile.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
-def store_shared_words(address: Any, words: list[Any]) -> None:
-    """One or four words into shared memory."""
-    operands = ", ".join(f"{{$r{index + 1}}}" for index in range(len(words)))
-    kind = "v4.b32" if len(words) == 4 else "b32"
-    operands = f"{{{operands}}}" if len(words) == 4 else operands
-    inline_ptx(f"st.shared.{kind} [{{$r0}}], {operands};", read_only_args=[address, *words])
-
-
 def half_pairs(word: Any) -> list[Any]:
     """FP16 pairs, 2^-14 of the FP4 values of a word of weights: elements (0, 4), (1, 5), (2, 6) and (3, 7)."""
     low, high = code_bytes(word, Uint32)
@@ -264,7 +256,7 @@ class FewRows:
             word = ptx.choose(inside, ptx.load_word(place), Uint32(0))
             stores.append((self.factors + (piece * self.rows + row) * 4, [word]))
         for target, words in stores:
-            store_shared_words(shared + target, words)
+            ptx.store_shared_words(shared + target, words)
 
     def tasks(self, rows: int, each: int, sources: list[Any], thread: Any) -> Iterator[tuple[Any, Any, Any]]:
         """A thread's share of ``each`` pieces of each row: row, piece and the row's source; the last one repeatedly."""
