@@ -3,6 +3,7 @@
 Run as a program it is one rank, which takes ``Orders`` as JSON and its place from torchrun's environment variables.
 """
 
+import faulthandler
 import json
 import os
 import re
@@ -24,8 +25,9 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class Orders:
-    """``dead``: the rank that ends (None: nobody) after ``tokens`` tokens of an answer of ``most``; ``how``: "killed"
-    or "raised". ``wait_s``: how long fused collectives wait for a peer (None: as long as they do by themselves).
+    """``dead``: the rank that ends (None: nobody) after ``tokens`` tokens of an answer of ``most``; ``how``: "killed",
+    "raised" (by what it does with its tokens) or "in a step" (of the engine). ``wait_s``: how long fused collectives
+    wait for a peer (None: as long as they do by themselves).
     """
 
     directory: str
@@ -85,6 +87,11 @@ def run_ranks(folder: Path, size: int, orders: Orders, limit_s: float) -> list[E
                     limit = min(ends.values()) + limit_s
             time.sleep(0.02)
     finally:
+        # One that hangs first writes to stderr where.
+        for rank, process in enumerate(processes):
+            if rank not in ends:
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5 if len(ends) < size else 0.0)
         for process in processes:
             process.kill()
             process.wait()
@@ -100,6 +107,10 @@ def run_ranks(folder: Path, size: int, orders: Orders, limit_s: float) -> list[E
     return found_ends
 
 
+def fail(*arguments: Any) -> None:
+    raise ValueError("a step's own fault")
+
+
 def serve(orders: Orders) -> None:
     """One rank: answer, and end in the middle of it if this is the one."""
     from quickseek import LLM, SamplingParams
@@ -109,6 +120,7 @@ def serve(orders: Orders) -> None:
         for collective in (AllReduceMHC, LamportAllGather):
             defaults: Any = collective.__init__.__kwdefaults__
             defaults["timeout_s"] = orders.wait_s
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     llm = LLM(orders.directory, **orders.options)
     params = SamplingParams(max_tokens=orders.most, temperature=0.0, ignore_eos=True)
     for _, output in llm.stream(PROMPT, params):
@@ -116,7 +128,9 @@ def serve(orders: Orders) -> None:
         if llm.world.rank == orders.dead and len(output.token_ids) >= orders.tokens:
             if orders.how == "raised":
                 raise ValueError("a caller's own fault")
-            os.kill(os.getpid(), signal.SIGKILL)
+            if orders.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            vars(llm.runner)["_decode"] = fail
     print(DONE, flush=True)
 
 

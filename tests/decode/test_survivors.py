@@ -19,7 +19,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(written(tmp_path_factory.mktemp("checkpoint"), "tiny-tp"))
 
 
-@pytest.mark.parametrize(("dead", "how", "drafts"), [(1, "killed", 0), (0, "killed", 3), (1, "raised", 3)])
+@pytest.mark.parametrize(
+    ("dead", "how", "drafts"), [(1, "killed", 0), (0, "killed", 3), (1, "raised", 3), (1, "in a step", 3)]
+)
 def test_a_rank_whose_peer_ends_raises_an_error_that_names_it_and_ends(
     tmp_path: Path, directory: str, dead: int, how: str, drafts: int
 ) -> None:
@@ -32,7 +34,8 @@ def test_a_rank_whose_peer_ends_raises_an_error_that_names_it_and_ends(
     assert survivor.after_s < LIMIT_S and not survivor.done
     assert 20 <= survivor.tokens <= gone.tokens + 2 * (drafts + 1) and survivor.tokens < 120
     told = f"rank {dead} ended; rank {1 - dead} waited in "
-    told = told if how == "killed" else f"rank {dead} failed: ValueError: a caller's own fault"
+    told = told if how != "raised" else f"rank {dead} failed: ValueError: a caller's own fault"
+    told = told if how != "in a step" else f"rank {dead} failed in a step of the engine: ValueError: a step's own fault"
     assert survivor.last_words.startswith(f"quickseek.parallel.faults.PeersLost: {told}")
 
 

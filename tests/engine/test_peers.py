@@ -327,8 +327,9 @@ def meet_and_lose(world: World, directory: str) -> dict[str, Any]:
         expected()
     except CollectiveTimeout as error:
         report["errors"].append((error.rank, error.missing, str(error)))
-    report |= {"launched": len(calls), "shown": shown, "plain": plain}
+    report |= {"launched": len(calls), "shown": shown, "plain": plain, "impaired": [world.impaired]}
     llm.reset()
+    report["impaired"].append(world.impaired)
     return report | {"again": expected()}
 
 
@@ -339,5 +340,6 @@ def test_two_ranks_raise_together_and_serve_together_after_reset(tmp_path: Path)
     assert "missing source ranks: 1" in first["errors"][0][2] and "another rank" in second["errors"][0][2]
     for report in (first, second):
         assert report["launched"] == 3 and report["again"] == report["plain"]
+        assert report["impaired"] == [True, False]
         assert 0 < len(report["shown"]) < len(report["plain"])
         assert report["shown"] == report["plain"][: len(report["shown"])]

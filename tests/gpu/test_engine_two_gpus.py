@@ -88,6 +88,21 @@ def test_a_rank_whose_peer_is_killed_raises_an_error_that_names_it_and_ends(
     assert survivor.last_words.endswith(f"missing source ranks: {dead}")
 
 
+@pytest.mark.parametrize(("how", "told"), [("raised", "a caller's own fault"), ("in a step", "a step's own fault")])
+def test_a_rank_whose_peer_raises_raises_an_error_that_names_it_and_its_fault(
+    tmp_path: Path, how: str, told: str
+) -> None:
+    pytest.importorskip("cutlass")
+    options = OPTIONS | {"decode_backend": "latency_specialized", "num_speculative_tokens": 3}
+    orders = Orders(str(written(tmp_path, "tiny-tp")), 1, how, most=400, wait_s=LIMIT_S, options=options)
+    survivor, gone = run_ranks(tmp_path, 2, orders, LIMIT_S + EXIT_S)
+    print(survivor.code, survivor.tokens, survivor.after_s, survivor.error[-2000:], gone.error[-2000:])
+    assert (survivor.code, gone.code) == (1, 1) and not survivor.done and 20 <= survivor.tokens < 400
+    assert survivor.after_s < LIMIT_S + EXIT_S and gone.after_s < LIMIT_S + EXIT_S
+    assert survivor.last_words.startswith("quickseek.parallel.faults.PeersLost: rank 1 failed")
+    assert survivor.last_words.endswith(f"ValueError: {told}") and told in gone.error
+
+
 def test_ranks_of_which_none_is_killed_answer_in_full(tmp_path: Path) -> None:
     """Negative control: what ends a rank is the end of its peer."""
     pytest.importorskip("cutlass")

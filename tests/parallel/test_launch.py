@@ -256,3 +256,53 @@ def test_torchrun_gives_the_same_world(tmp_path):
     run = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2 3.0", "2 3.0"]
+
+
+LEAVING = """
+import sys
+import torch.distributed as dist
+from quickseek.errors import CollectiveTimeout
+from quickseek.parallel import launch, world
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+found = world.DistributedWorld(sys.argv[2])
+dist.destroy_process_group, destroy = lambda: print("destroyed"), dist.destroy_process_group
+launch.atexit.register(destroy)
+launch.atexit.register(launch._leave, found)
+launch.atexit.register(print, "earlier", end="")
+how = sys.argv[3]
+print(how, end=" ")
+try:
+    if how in ("timeout", "serves again"):
+        with found.as_one("a test"):
+            raise CollectiveTimeout("all_reduce", 0, 1, 2, [1])
+except CollectiveTimeout:
+    found.impaired = how == "timeout" and found.impaired
+if how == "lost":
+    found.give_up(ValueError("a peer's"))
+if how == "interrupt":
+    raise KeyboardInterrupt
+if how == "raised":
+    raise ValueError("not caught")
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "how", "code", "destroyed"),
+    [
+        ("cuda", "nothing", 0, True),
+        ("cuda", "serves again", 0, True),
+        ("cuda", "timeout", 1, False),
+        ("cuda", "lost", 1, False),
+        ("cuda", "raised", 1, False),
+        ("cuda", "interrupt", 130, False),
+        ("cpu", "lost", 0, True),
+        ("cpu", "raised", 1, True),
+    ],
+)
+def test_a_rank_on_a_gpu_that_ends_after_a_fault_does_not_wait_for_nccl(tmp_path, device, how, code, destroyed):
+    command = [sys.executable, "-c", LEAVING, f"{tmp_path}/store", device, how]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (code, f"{how} earlier" + ("destroyed\n" if destroyed else "")), run.stderr
+    assert ("not caught" in run.stderr) == (how == "raised")

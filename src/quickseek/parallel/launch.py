@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import faulthandler
+import logging
 import os
 import pickle
 import re
@@ -112,10 +113,20 @@ def _require_gpus(count: int) -> None:
 
 
 def _leave(world: World) -> None:
-    """End a rank with its interpreter; peers that wait for one that ends on an error hear of it."""
+    """End a rank with its interpreter; peers that wait for one that ends on an error hear of it.
+
+    A rank with a GPU that ends after such an error, of its own or of a peer, ends here and now, with exit code 1 (130
+    on Ctrl-C): kernels of NCCL may wait on its GPU for peers that are gone, and all that would follow waits for them.
+    """
     error = getattr(sys, "last_value", None)
     if error is not None:
         world.give_up(error)
+    if world.device.type == "cuda" and (error is not None or world.impaired or world.lost is not None):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
     # Gloo's threads end the process with an abort when the interpreter leaves before they do.
     _disconnect()
 

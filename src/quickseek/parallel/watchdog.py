@@ -129,7 +129,7 @@ class Watchdog:
                 collective.refill()
         self.clear()
         if self._world is not None:
-            self._world.launches = 0
+            self._world.launches, self._world.impaired = 0, False
         self.fabric.barrier()
 
     def clear(self) -> None:

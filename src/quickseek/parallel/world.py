@@ -48,6 +48,8 @@ class World(ABC):
     device: torch.device
     launches: int = 0
     """Collectives in mailboxes, and graphs of them, that this rank has launched since all ranks last emptied them."""
+    impaired: bool = False
+    """Whether a collective in mailboxes gave up inside ``as_one`` and they have not been emptied since."""
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -81,6 +83,7 @@ class World(ABC):
         try:
             yield
         except CollectiveTimeout as error:
+            self.impaired = True
             self._missed(error)
             raise
         except Exception as error:
