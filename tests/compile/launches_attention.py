@@ -30,7 +30,7 @@ def step(count: int, heads: int, *, packed: bool = True, reads_global: bool = Tr
     lists = torch.full((count, LISTED), -1)
     chosen = (pages, lists) if reads_global else (None, None)
     turn = rotation(count)
-    return lambda: kernels.sparse_attention(queries, kv, ring, rows, sinks, WINDOW, oldest, *chosen, turn)
+    return lambda: kernels.sparse_attention(queries, kv, ring, rows, sinks, WINDOW, oldest, *chosen, turn, True)
 
 
 def block(count: int, heads: int) -> Callable[[], object]:
@@ -39,7 +39,7 @@ def block(count: int, heads: int) -> Callable[[], object]:
     zero = torch.zeros(1, dtype=torch.int64)
     ring = view(WindowCodec(WIDTH), WINDOW + 8)
     turn = rotation(count)
-    return lambda: kernels.block_attention(queries, kv, ring, zero, zero, torch.zeros(heads), WINDOW, turn)
+    return lambda: kernels.block_attention(queries, kv, ring, zero, zero, torch.zeros(heads), WINDOW, turn, True)
 
 
 def launches() -> dict[str, Callable[[], object]]:

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from attention_cases import AttentionCase, BlockCase, moved
 from compare import assert_bits, assert_op
+from quickseek.ops import linear as linear_op
+from quickseek.ops import norm_rope
 from quickseek.ops.attention import reference
 from quickseek.ops.cache import CacheView, GlobalKvCodec, WindowCodec
+from quickseek.ops.linear import Fp8Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -129,3 +132,46 @@ def test_records_beyond_two_gigabytes_and_contexts_of_a_million(kernels) -> None
     out = case.run(kernels)
     assert out.isfinite().all()
     assert_right(case, out)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 48])
+def test_keys_that_are_read_while_the_queries_are_made_are_those_of_the_step(rows: int, kernels) -> None:  # type: ignore[no-untyped-def]
+    """Keys of the step, then queries by a product that takes a while, as a layer makes them, replay after replay."""
+    case, heads, latents = released(rows), 16, 1024
+    generator = torch.Generator(DEVICE).manual_seed(rows)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=DEVICE).to(torch.bfloat16)
+
+    codes = drawn(heads * WIDTH, latents).to(torch.float8_e4m3fn)
+    scales = torch.full((heads * WIDTH // 32, latents // 32), 122, dtype=torch.uint8, device=DEVICE)
+    weight, ones = Fp8Weight(codes, scales), torch.ones(latents, dtype=torch.bfloat16, device=DEVICE)
+    keys, latent = drawn(rows, WIDTH), drawn(rows, latents)
+
+    def run(queries_last: bool) -> Tensor:
+        step_kv = norm_rope.rms_norm(keys, ones[:WIDTH], 1e-6)
+        queries = linear_op.linear(norm_rope.rms_norm(latent, ones, 1e-6), weight)
+        if not queries_last:
+            torch.cuda.synchronize()
+        out: Tensor = kernels.sparse_attention(
+            queries.view(rows, heads, WIDTH), step_kv, case.window, case.rows, case.sinks, WINDOW, case.oldest,
+            case.pages, case.lists, None, queries_last,
+        )  # fmt: skip
+        return out
+
+    run(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(True)
+    before = None
+    for _ in range(200):
+        keys.copy_(drawn(rows, WIDTH))
+        latent.copy_(drawn(rows, latents))
+        expected = run(False)
+        graph.replay()
+        assert_bits(out, expected)
+        assert before is None or not torch.equal(out, before)
+        before = out.clone()
+    queries = linear_op.linear(norm_rope.rms_norm(latent, ones, 1e-6), weight).view(rows, heads, WIDTH)
+    made = replace(case, queries=queries, step_kv=norm_rope.rms_norm(keys, ones[:WIDTH], 1e-6))
+    assert_op(out, made.run(reference))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quickseek.model.context import ForwardContext, GraphMode
 from quickseek.ops.cache import SCRATCH
+from quickseek.parallel.launch import captured
 from quickseek.parallel.virtual import VirtualWorld
 from quickseek.parallel.world import World
 
@@ -55,6 +56,7 @@ class Recorder:
     def capture(self) -> Iterator[Graph]:
         """Capture what runs inside; the graph can be replayed afterwards."""
         graph = torch.cuda.CUDAGraph()
+        captured.add(graph)
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             yield graph
 

@@ -105,6 +105,7 @@ class Attention(nn.Module):
             global_kv=context.view(f"layers.{self.kv_source}.global_kv") if self.reads_global else None,
             lists=shared.lists if self.reads_global else None,
             turn=shared.turns[self.reads_global],
+            queries_last=True,
         )
 
     def forward(self, x: Tensor, shared: StepShared, context: ForwardContext) -> Tensor:
@@ -171,6 +172,7 @@ class DraftAttention(Attention):
             self.sinks,
             window_size=self.config.sliding_window,
             turn=turn,
+            queries_last=True,
         )
         return self.output(attended.flatten(0, 1))
 

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -131,8 +132,14 @@ def _leave(world: World) -> None:
     _disconnect()
 
 
+captured: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""CUDA graphs of this process: NCCL leaves no group whose collectives one of them still holds."""
+
+
 def _disconnect() -> None:
     if dist.is_initialized():
+        for graph in list(captured):
+            graph.reset()
         dist.destroy_process_group()
 
 

@@ -22,6 +22,7 @@ def sparse_attention(
     global_kv: CacheView | None = None,
     lists: Tensor | None = None,
     turn: Rotation | None = None,
+    queries_last: bool = False,
 ) -> Tensor:
     """Attention output [T, h, D] in queries' dtype.
 
@@ -30,7 +31,9 @@ def sparse_attention(
     the rows of ``global_kv`` named by ``lists`` int64 [T, k] (-1: none). Key and value are the same vector; the
     softmax scale is D^-0.5; ``sinks`` [h] enter the denominator unscaled. ``oldest`` int64 [B]. With ``turn``, the
     rotation of the T rows, queries come unrotated, and the output is rotated back (spec 6.1, 6.6); each is rounded
-    between the two as if it were an operation of its own.
+    between the two as if it were an operation of its own. ``queries_last`` promises that the kernel launched last made
+    the queries and nothing else that is read here, whose writers were launched before it: a GPU then reads that much
+    while the queries are being made.
     """
     count, _, width = queries.shape
     expect_shape("queries", queries, [rows.positions.shape[0], None, None])
@@ -44,7 +47,7 @@ def sparse_attention(
         expect_dtype("lists", lists, torch.int64)
     _expect_turn(turn, count)
     return form(__name__, queries).sparse_attention(
-        queries, step_kv, window, rows, sinks, window_size, oldest, global_kv, lists, turn
+        queries, step_kv, window, rows, sinks, window_size, oldest, global_kv, lists, turn, queries_last
     )
 
 
@@ -58,19 +61,22 @@ def block_attention(
     *,
     window_size: int,
     turn: Rotation | None = None,
+    queries_last: bool = False,
 ) -> Tensor:
     """Attention of draft blocks [B, r, h, D]: bidirectional inside the block (spec 10.3).
 
     ``queries`` [B, r, h, D], ``block_kv`` [B, r, D]. Every row of block b sees the ring positions
     ``last[b] - window_size + 1 .. last[b]`` of request ``requests[b]`` and all r rows of its block. ``turn``: the
-    rotation of the B * r rows, as in ``sparse_attention``.
+    rotation of the B * r rows, and ``queries_last``, as in ``sparse_attention``.
     """
     expect_shape("queries", queries, [requests.shape[0], None, None, window.codec.width])
     expect_shape("block_kv", block_kv, [*queries.shape[:2], queries.shape[3]])
     expect_shape("last", last, requests.shape)
     expect_shape("sinks", sinks, [queries.shape[2]])
     _expect_turn(turn, queries.shape[0] * queries.shape[1])
-    return form(__name__, queries).block_attention(queries, block_kv, window, requests, last, sinks, window_size, turn)
+    return form(__name__, queries).block_attention(
+        queries, block_kv, window, requests, last, sinks, window_size, turn, queries_last
+    )
 
 
 def _expect_turn(turn: Rotation | None, rows: int) -> None:

@@ -37,6 +37,7 @@ def sparse_attention(
     global_kv: CacheView | None,
     lists: Tensor | None,
     turn: Rotation | None = None,
+    queries_last: bool = False,
 ) -> Tensor:
     queries = queries if turn is None else apply_rope(queries, turn, inverse=False)
     reach = min(window_size, rows.max_length)
@@ -72,6 +73,7 @@ def block_attention(
     sinks: Tensor,
     window_size: int,
     turn: Rotation | None = None,
+    queries_last: bool = False,
 ) -> Tensor:
     if turn is not None:
         queries = apply_rope(queries.flatten(0, 1), turn, inverse=False).view(queries.shape)

@@ -27,7 +27,7 @@ from quickseek.ops.triton_launch import multiprocessors
 
 KINDS = {"plain": 0, "a8": 1, "q4k": 2}
 """Numbers of the kinds of records in the kernel."""
-TILES = ((4, 16, 4), (64, 32, 4), (1 << 31, 64, 8))
+TILES = ((4, 16, 4), (64, 32, 8), (1 << 31, 64, 8))
 """Up to how many rows times groups of heads which tile of keys (the rows of one product) and which warps are used.
 
 Where rows are few, smaller tiles let more programs share the keys of one.
@@ -76,25 +76,29 @@ def _scaled_e4m3(codes, scale):
 
 
 @triton.jit
-def _records(storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr):
+def _records(
+    storage, base, seen, width: tl.constexpr, padded: tl.constexpr, kind: tl.constexpr, cache: tl.constexpr
+):  # fmt: skip
     """BF16 values [n, padded] of the records that begin at elements ``base`` int64 [n]; zeros where not ``seen``."""
     start = storage + base[:, None]
     if kind == 0:
         channel = tl.arange(0, padded)[None, :]
-        return tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0.0)
+        return tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0.0, cache_modifier=cache)
     elif kind == 1:
         channel = tl.arange(0, padded)[None, :]
         group = tl.arange(0, padded // 32)[None, :]
-        codes = tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0)
-        scales = tl.load(start + width + group, mask=seen[:, None] & (group < width // 32), other=0)
+        codes = tl.load(start + channel, mask=seen[:, None] & (channel < width), other=0, cache_modifier=cache)
+        inside = seen[:, None] & (group < width // 32)
+        scales = tl.load(start + width + group, mask=inside, other=0, cache_modifier=cache)
         scales = math.e8m0_value(scales).to(tl.bfloat16)[:, :, None]
         values = _scaled_e4m3(tl.reshape(codes, (base.shape[0], padded // 32, 32)), scales)
         return tl.reshape(values, (base.shape[0], padded))
     else:
         pair = tl.arange(0, padded // 2)[None, :]
         group = tl.arange(0, padded // 16)[None, :]
-        pairs = tl.load(start + pair, mask=seen[:, None] & (pair < width // 2), other=0)
-        scales = tl.load(start + width // 2 + group, mask=seen[:, None] & (group < width // 16), other=0)
+        pairs = tl.load(start + pair, mask=seen[:, None] & (pair < width // 2), other=0, cache_modifier=cache)
+        inside = seen[:, None] & (group < width // 16)
+        scales = tl.load(start + width // 2 + group, mask=inside, other=0, cache_modifier=cache)
         scales = math.e4m3_value(scales).to(tl.bfloat16)[:, :, None]
         pairs = tl.reshape(pairs, (base.shape[0], padded // 16, 8))
         even, odd = math.e2m1_pairs(pairs, tl.broadcast_to(scales, pairs.shape), SMALL=False)
@@ -151,6 +155,40 @@ def _rotated(x, cos, sin, first, width: tl.constexpr, pairs: tl.constexpr, inver
 
 
 @triton.jit
+def _tile(
+    tile, ring, ring_base, ring_first, ring_end, ring_rows, step_kv, step_first, step_count, pages, pages_row, listed,
+    list_width, pages_stride, pages_rows, ring_tiles, step_tiles, width: tl.constexpr, padded: tl.constexpr,
+    tile_size: tl.constexpr, ring_kind: tl.constexpr, pages_kind: tl.constexpr, cache: tl.constexpr,
+):  # fmt: skip
+    """Keys BF16 [tile_size, padded] of a tile, which of them the row sees, and whether it may see any."""
+    ring_record: tl.constexpr = width + width // 32 if ring_kind == 1 else width
+    pages_record: tl.constexpr = width // 2 + width // 16 if pages_kind == 2 else width
+    place_in_tile = tl.arange(0, tile_size)
+    if tile < ring_tiles:
+        target = ring_first + tile * tile_size + place_in_tile
+        ready = ring_first + tile * tile_size < ring_end
+        seen = target < ring_end
+        record = tl.where(seen, target, 0).to(tl.int32) % ring_rows
+        base = ring_base + record.to(tl.int64) * ring_record
+        keys = _records(ring, base, seen, width, padded, ring_kind, cache)
+    elif tile < ring_tiles + step_tiles:
+        slot = (tile - ring_tiles) * tile_size + place_in_tile
+        ready = (tile - ring_tiles) * tile_size < step_count
+        seen = slot < step_count
+        keys = _records(step_kv, (step_first + slot) * width, seen, width, padded, 0, cache)
+    else:
+        slot = (tile - ring_tiles - step_tiles) * tile_size + place_in_tile
+        number = tl.load(listed + slot, mask=slot < list_width, other=-1, cache_modifier=cache).to(tl.int32)
+        seen = number >= 0
+        ready = tl.max(number, 0) >= 0
+        number = tl.where(seen, number, 0)
+        page = tl.load(pages_row + number // pages_rows, mask=seen, other=0, cache_modifier=cache)
+        record = page * pages_stride + (number % pages_rows).to(tl.int64) * pages_record
+        keys = _records(pages, record, seen, width, padded, pages_kind, cache)
+    return keys, seen, ready
+
+
+@triton.jit
 def _sent():
     """The assembler moves no load from before this behind what waits for another one."""
     if not math.INTERPRETED:
@@ -169,7 +207,7 @@ def _attend(
     ring_stride, ring_rows, ring_table_stride, pages_stride, pages_rows, pages_table_stride,
     width: tl.constexpr, padded: tl.constexpr, head_block: tl.constexpr, tile_size: tl.constexpr,
     ring_kind: tl.constexpr, pages_kind: tl.constexpr, in_blocks: tl.constexpr, split: tl.constexpr,
-    pairs: tl.constexpr,
+    pairs: tl.constexpr, queries_last: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``tiles * program_id(1)`` and on of row program_id(0), for ``head_block`` heads.
 
@@ -177,9 +215,39 @@ def _attend(
     in which the row sees nothing are skipped. Not ``in_blocks``: a step's row, which sees itself and what is before it.
     Else: a row of a draft block of ``block_rows``, which sees the window up to its request's last position, and all
     rows of its block. The last ``pairs`` pairs of channels are rotated in the query, and rotated back in the output.
+    With ``queries_last`` the first tile's keys are in registers before the wait, which is for the queries alone.
     """
-    begin()
+    early: tl.constexpr = ".cg" if queries_last else ""
+    if not queries_last:
+        begin()
     row = tl.program_id(0).to(tl.int64)
+    if not in_blocks:
+        request = tl.load(requests + row, cache_modifier=early)
+        position = tl.load(positions + row, cache_modifier=early)
+        start = tl.load(starts + request, cache_modifier=early)
+        lowest = tl.maximum(tl.load(oldest + request, cache_modifier=early), position - window_size + 1)
+        lowest = tl.maximum(lowest, 0)
+        ring_first, ring_end = lowest, start
+        step_count = position - tl.maximum(lowest, start) + 1
+        step_first = row + 1 - step_count
+    else:
+        block = row // block_rows
+        request = tl.load(requests + block, cache_modifier=early)
+        position = tl.load(positions + block, cache_modifier=early)
+        ring_first, ring_end = tl.maximum(position - window_size + 1, 0), position + 1
+        step_count = tl.cast(block_rows, tl.int64)
+        step_first = block * block_rows
+    ring_base = tl.load(ring_table + request * ring_table_stride, cache_modifier=early) * ring_stride
+    first = tl.program_id(1) * tiles
+    last = tl.minimum(first + tiles, ring_tiles + step_tiles + (list_width + tile_size - 1) // tile_size)
+    keys, seen, ready = _tile(
+        first, ring, ring_base, ring_first, ring_end, ring_rows, step_kv, step_first, step_count,
+        pages, pages_table + request * pages_table_stride, lists + row * list_width, list_width, pages_stride,
+        pages_rows, ring_tiles, step_tiles, width, padded, tile_size, ring_kind, pages_kind, early,
+    )  # fmt: skip
+    if queries_last:
+        begin()
+
     head = tl.program_id(2) * head_block + tl.arange(0, head_block)
     channel = tl.arange(0, padded)
     at_head = (head[:, None] < heads) & (channel[None, :] < width)
@@ -189,63 +257,20 @@ def _attend(
         query = _rotated(query.to(tl.float32), cos + row * pairs, sin + row * pairs, 0, width, pairs, False)
         query = query.to(tl.bfloat16)
     query = tl.trans(query)
-
-    if not in_blocks:
-        request = tl.load(requests + row)
-        position = tl.load(positions + row)
-        start = tl.load(starts + request)
-        lowest = tl.maximum(tl.maximum(tl.load(oldest + request), position - window_size + 1), 0)
-        ring_first, ring_end = lowest, start
-        step_count = position - tl.maximum(lowest, start) + 1
-        step_first = row + 1 - step_count
-    else:
-        block = row // block_rows
-        request = tl.load(requests + block)
-        position = tl.load(positions + block)
-        ring_first, ring_end = tl.maximum(position - window_size + 1, 0), position + 1
-        step_count = tl.cast(block_rows, tl.int64)
-        step_first = block * block_rows
-    ring_base = tl.load(ring_table + request * ring_table_stride) * ring_stride
-    ring_record: tl.constexpr = width + width // 32 if ring_kind == 1 else width
-    pages_record: tl.constexpr = width // 2 + width // 16 if pages_kind == 2 else width
-
     largest = tl.full((head_block,), float("-inf"), tl.float32)
     total = tl.zeros((head_block,), tl.float32)
     mixed = tl.zeros((padded, head_block), tl.float32)
-    keys = tl.zeros((tile_size, padded), tl.bfloat16)
-    seen = tl.zeros((tile_size,), tl.int1)
-    place_in_tile = tl.arange(0, tile_size)
-    first = tl.program_id(1) * tiles
-    last = tl.minimum(first + tiles, ring_tiles + step_tiles + (list_width + tile_size - 1) // tile_size)
-    ready = False
     # Keys are decoded at the end of an iteration and used in the next: a value that the loop carries is laid out for
     # both products once, in shared memory. Else the compiler decodes it twice, and in every warp that needs it.
-    for tile in range(first, last + 1):
+    for tile in range(first, last):
         if ready:
             largest, total, mixed = _fold(keys, seen, query, largest, total, mixed, scale)
-        ready = False
-        if tile < ring_tiles:
-            target = ring_first + tile * tile_size + place_in_tile
-            ready = ring_first + tile * tile_size < ring_end
-            seen = target < ring_end
-            record = tl.where(seen, target, 0).to(tl.int32) % ring_rows
-            keys = _records(ring, ring_base + record.to(tl.int64) * ring_record, seen, width, padded, ring_kind)
-        elif tile < ring_tiles + step_tiles:
-            slot = (tile - ring_tiles) * tile_size + place_in_tile
-            ready = (tile - ring_tiles) * tile_size < step_count
-            seen = slot < step_count
-            keys = _records(step_kv, (step_first + slot) * width, seen, width, padded, 0)
-        elif tile < last:
-            slot = (tile - ring_tiles - step_tiles) * tile_size + place_in_tile
-            number = tl.load(lists + row * list_width + slot, mask=slot < list_width, other=-1).to(tl.int32)
-            seen = number >= 0
-            ready = tl.max(number, 0) >= 0
-            number = tl.where(seen, number, 0)
-            page = tl.load(pages_table + request * pages_table_stride + number // pages_rows, mask=seen, other=0)
-            record = page * pages_stride + (number % pages_rows).to(tl.int64) * pages_record
-            keys = _records(pages, record, seen, width, padded, pages_kind)
-        else:
-            keys = tl.zeros((tile_size, padded), tl.bfloat16)
+        if tile + 1 < last:
+            keys, seen, ready = _tile(
+                tile + 1, ring, ring_base, ring_first, ring_end, ring_rows, step_kv, step_first, step_count,
+                pages, pages_table + request * pages_table_stride, lists + row * list_width, list_width, pages_stride,
+                pages_rows, ring_tiles, step_tiles, width, padded, tile_size, ring_kind, pages_kind, "",
+            )  # fmt: skip
 
     if split:
         part = (row * tl.num_programs(1) + tl.program_id(1)) * heads + head
@@ -311,10 +336,11 @@ def sparse_attention(
     global_kv: CacheView | None,
     lists: Tensor | None,
     turn: Rotation | None = None,
+    queries_last: bool = False,
 ) -> Tensor:
     return _launch(
         queries, step_kv, window, sinks, window_size, rows.positions, rows.requests, rows.starts, oldest,
-        global_kv, lists, min(window_size, rows.max_rows), block_rows=0, turn=turn,
+        global_kv, lists, min(window_size, rows.max_rows), block_rows=0, turn=turn, queries_last=queries_last,
     )  # fmt: skip
 
 
@@ -327,10 +353,11 @@ def block_attention(
     sinks: Tensor,
     window_size: int,
     turn: Rotation | None = None,
+    queries_last: bool = False,
 ) -> Tensor:
     out = _launch(
         queries.flatten(0, 1), block_kv.flatten(0, 1), window, sinks, window_size, last, requests, last, last,
-        None, None, queries.shape[1], block_rows=queries.shape[1], turn=turn,
+        None, None, queries.shape[1], block_rows=queries.shape[1], turn=turn, queries_last=queries_last,
     )  # fmt: skip
     return out.view(queries.shape)
 
@@ -362,6 +389,7 @@ def _launch(
     step_rows: int,
     block_rows: int,
     turn: Rotation | None,
+    queries_last: bool,
 ) -> Tensor:
     expect_dtype("queries", queries, torch.bfloat16)
     expect_dtype("step_kv", step_kv, torch.bfloat16)
@@ -370,6 +398,8 @@ def _launch(
     ring_kind = _kind("window", window, width, "a8")
     # A call without global KV runs the same kernel, with empty lists.
     pages_kind = 2 * ring_kind if pages is None else _kind("global_kv", pages, width, "q4k")
+    read_early = [step_kv, positions, requests, starts, oldest, *([] if lists is None else [lists])]
+    queries_last = queries_last and queries.is_contiguous() and all(x.is_contiguous() for x in read_early)
     queries, step_kv, sinks = queries.contiguous(), step_kv.contiguous(), sinks.contiguous()
     positions, requests, starts, oldest = (x.contiguous() for x in (positions, requests, starts, oldest))
     lists = None if lists is None else lists.contiguous()
@@ -404,7 +434,7 @@ def _launch(
         other.storage.stride(0), other.block_rows, other.table.stride(0),
         width=width, padded=padded, head_block=head_block, tile_size=tile,
         ring_kind=ring_kind, pages_kind=pages_kind, in_blocks=block_rows > 0, split=parts > 1,
-        pairs=pairs, num_warps=warps, num_stages=1,
+        pairs=pairs, queries_last=queries_last, num_warps=warps, num_stages=1,
     )  # fmt: skip
     if parts > 1:
         channels, warps = next((channels, warps) for most, channels, warps in ADD_UP if count * groups <= most)
