@@ -20,7 +20,9 @@ def rotation(rows: int) -> Rotation:
     return Rotation(torch.ones(rows, PAIRS), torch.zeros(rows, PAIRS))
 
 
-def step(count: int, heads: int, *, packed: bool = True, reads_global: bool = True) -> Callable[[], object]:
+def step(
+    count: int, heads: int, *, packed: bool = True, reads_global: bool = True, queries_last: bool = True
+) -> Callable[[], object]:
     plain = PlainCodec(WIDTH, torch.bfloat16)
     ring = view(WindowCodec(WIDTH) if packed else plain, WINDOW + 8)
     pages = view(GlobalKvCodec(WIDTH) if packed else plain, BLOCK_ROWS)
@@ -30,7 +32,7 @@ def step(count: int, heads: int, *, packed: bool = True, reads_global: bool = Tr
     lists = torch.full((count, LISTED), -1)
     chosen = (pages, lists) if reads_global else (None, None)
     turn = rotation(count)
-    return lambda: kernels.sparse_attention(queries, kv, ring, rows, sinks, WINDOW, oldest, *chosen, turn, True)
+    return lambda: kernels.sparse_attention(queries, kv, ring, rows, sinks, WINDOW, oldest, *chosen, turn, queries_last)
 
 
 def block(count: int, heads: int) -> Callable[[], object]:
@@ -45,6 +47,7 @@ def block(count: int, heads: int) -> Callable[[], object]:
 def launches() -> dict[str, Callable[[], object]]:
     return {
         "1 row, TP 4": step(1, 16),
+        "1 row, TP 4, waits first": step(1, 16, queries_last=False),
         "1 row, TP 1": step(1, 64),
         "1 row, TP 8, plain caches": step(1, 8, packed=False),
         "6 rows, TP 4": step(6, 16),

@@ -7,8 +7,11 @@ it depends on the kernel before:
 * whatever that is, not what it writes: a weight that PyTorch makes right before the call may be read too early;
 * behind a ``chained`` kernel, what any earlier one wrote, but not by way of the L1 cache (``cache_modifier=".cg"``),
   which may keep older bytes until the wait;
-* behind a collective, which lets the next one start before it has waited itself, weights and tables alone. The
-  kernels of ``ops/moe/cute.py`` and ``ops/linear/cute.py`` wait first, as chained ones do.
+* behind a collective, or a kernel that begins with NEXT_FIRST, both of which let the next one start before they have
+  waited themselves, weights and tables alone. The kernels of ``ops/moe/cute.py`` and ``ops/linear/cute.py`` wait
+  first, as other chained ones do.
+
+NEXT_FIRST pays for a small kernel between a long one and a product, whose weights then come during the long one.
 
 Other kernels and copies neither start early nor let others: the chain is only broken there.
 """
@@ -52,11 +55,14 @@ def chained(kernel: Any) -> Chained:
 
 
 @triton.jit
-def begin():
-    """Wait for all earlier kernels, then allow the next one to start."""
+def begin(NEXT_FIRST: tl.constexpr = False):
+    """Wait for all earlier kernels, then allow the next one to start; NEXT_FIRST: the other way round."""
     if not math.INTERPRETED:
+        if NEXT_FIRST:
+            gdc_launch_dependents()
         gdc_wait()
-        gdc_launch_dependents()
+        if not NEXT_FIRST:
+            gdc_launch_dependents()
 
 
 @triton.jit

@@ -296,8 +296,11 @@ def _add_up(
     part_largest, part_total, part_mixed, sinks, cos, sin, out, heads, parts,
     width: tl.constexpr, channels: tl.constexpr, part_block: tl.constexpr, pairs: tl.constexpr,
 ):  # fmt: skip
-    """``channels`` channels of one head of a row from its ``parts`` parts, in ascending order."""
-    begin()
+    """``channels`` channels of one head of a row from its ``parts`` parts, in ascending order.
+
+    The product that follows brings its weights while ``_attend`` still runs.
+    """
+    begin(NEXT_FIRST=True)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.program_id(2) * channels
     channel = first + tl.arange(0, channels)
