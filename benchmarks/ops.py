@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from cuda.bindings import driver
 
 sys.path.insert(0, str(Path(__file__).parent))
 from op_case import ROWS, SWEPT, Build, Case
@@ -78,6 +77,8 @@ def launched_by(call: Callable[[], object]) -> list[Bar]:
 
 def launches(call: Callable[[], object]) -> int:
     """Kernels and copies that one call launches; not by the profiler, which slows every graph after its first use."""
+    from cuda.bindings import driver
+
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         call()

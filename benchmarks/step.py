@@ -234,6 +234,16 @@ def host_us(graph: Graph, count: int) -> float:
 
 
 @contextmanager
+def unchanged(state: SlotState) -> Iterator[None]:
+    """What is committed inside is taken back: D's replays would carry requests beyond their caches."""
+    tables = [value for value in vars(state).values() if isinstance(value, Tensor) and value.device == state.device]
+    kept = [table.clone() for table in tables]
+    yield
+    for table, before in zip(tables, kept, strict=True):
+        table.copy_(before)
+
+
+@contextmanager
 def summed_by_nccl(world: World, active: bool) -> Iterator[None]:
     """Sums over ranks by NCCL's all-reduce inside, if ``active``."""
 
@@ -284,7 +294,9 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
     times = graph_us(graph, replays)
     cycle.drafts = 0
     needs = Needs(sampled=False, penalties=False, bias=False, min_tokens=False, masks=False, logprobs=None)
-    decide, _ = graphs._captured(lambda: cycle.decide(step, needs))
+    with unchanged(state):
+        decide, _ = graphs._captured(lambda: cycle.decide(step, needs))
+        decide_times = graph_us(decide, replays)
     size = weight_bytes(model, experts) + cache_bytes(config, pools, batch, rows, context)
     rate = READ_BYTES / plain_read_us(READ_BYTES)
     floor = size / rate
@@ -297,7 +309,7 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
         "bytes": size,
         "read_tb_s": round(rate / 1e6, 2),
         "experts": sum(experts),
-        "decide_us": round(graph_us(decide, replays)[replays // 2], 1),
+        "decide_us": round(decide_times[replays // 2], 1),
         "host_us": round(host_us(graph, min(replays, IN_A_ROW)), 1),
     }, Captured(graph, (graphs, step, model.backbone.executor))
 
