@@ -5,7 +5,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -254,14 +254,29 @@ def main() -> None:
     try:
         app()
     except (QuickseekError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+        _end(2, str(error), error)
     except NotImplementedError as error:
-        typer.echo(f"error: not implemented: {error}", err=True)
-        sys.exit(2)
+        _end(2, f"not implemented: {error}", error)
     except PeersLost as lost:
-        typer.echo(f"error: {' '.join(str(lost).split())}", err=True)
-        sys.exit(1)
+        _end(1, " ".join(str(lost).split()), lost)
+    except SystemExit as ended:
+        # Typer has told of it: a wrong option, or Ctrl-C.
+        if isinstance(ended.code, int) and ended.code:
+            _tell_peers(ended.code, ended)
+        raise
+
+
+def _end(code: int, words: str, error: BaseException) -> NoReturn:
+    typer.echo(f"error: {words}", err=True)
+    _tell_peers(code, error)
+    sys.exit(code)
+
+
+def _tell_peers(code: int, error: BaseException) -> None:
+    """Where there are any: else the module that makes worlds, and PyTorch with it, has not been loaded."""
+    launch = sys.modules.get("quickseek.parallel.launch")
+    if launch is not None:
+        launch.ending(code, error)
 
 
 if __name__ == "__main__":

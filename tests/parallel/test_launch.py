@@ -290,6 +290,25 @@ except CollectiveTimeout:
     found.impaired = how == "timeout" and found.impaired
 if how == "lost":
     found.give_up(ValueError("a peer's"))
+if how == "a group's":
+    other = world.DistributedWorld(sys.argv[2])
+    other.impaired = True
+if how == "told":
+    launch.ending(2, ValueError("a user's"))
+    sys.exit(2)
+if how == "exit":
+    sys.exit(3)
+if how == "handler":
+    import logging
+
+    class Torn(logging.NullHandler):
+        def flush(self):
+            raise AttributeError("torn")
+
+    torn = Torn()
+    found.impaired = True
+if how == "graph":
+    Graph.reset = lambda self: exec("raise RuntimeError('torn')")
 if how == "interrupt":
     raise KeyboardInterrupt
 if how == "raised":
@@ -306,6 +325,12 @@ if how == "raised":
         ("cuda", "lost", 1, False),
         ("cuda", "raised", 1, False),
         ("cuda", "interrupt", 130, False),
+        ("cuda", "a group's", 1, False),
+        ("cuda", "told", 2, False),
+        ("cuda", "handler", 1, False),
+        ("cuda", "exit", 3, True),
+        ("cpu", "told", 2, True),
+        ("cpu", "graph", 0, True),
         ("cpu", "lost", 0, True),
         ("cpu", "raised", 1, True),
     ],
@@ -314,6 +339,7 @@ def test_a_rank_on_a_gpu_that_ends_after_a_fault_does_not_wait_for_nccl(tmp_path
     command = [sys.executable, "-c", LEAVING, f"{tmp_path}/store", device, how]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True)
-    told = f"{how} earlier" + ("reset destroyed\n" if destroyed else "")
+    reset = "" if how == "graph" else "reset "
+    told = f"{how} earlier" + (f"{reset}destroyed\n" if destroyed else "")
     assert (run.returncode, run.stdout) == (code, told), run.stderr
     assert ("not caught" in run.stderr) == (how == "raised")

@@ -26,7 +26,14 @@ import torch.multiprocessing as multiprocessing
 
 from quickseek.errors import QuickseekError, RankFailure, WorldError
 from quickseek.parallel.faults import PeersLost
-from quickseek.parallel.world import DistributedWorld, SoloWorld, World, default_world, set_default_world
+from quickseek.parallel.world import (
+    DistributedWorld,
+    SoloWorld,
+    World,
+    default_world,
+    distributed_worlds,
+    set_default_world,
+)
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 START_METHOD = "spawn"
@@ -113,33 +120,46 @@ def _require_gpus(count: int) -> None:
         raise WorldError(f"the ranks need {count} GPUs on this host: torch {torch.__version__} finds {found}")
 
 
+_ending: tuple[int, BaseException] | None = None
+
+
+def ending(code: int, error: BaseException) -> None:
+    """This process is about to end with exit code ``code``, not 0, because of ``error``, which nobody will raise: at
+    its end peers of a world from the environment hear of it. Not collective."""
+    global _ending
+    _ending = code, error
+
+
 def _leave(world: World) -> None:
     """End a rank with its interpreter; peers that wait for one that ends on an error hear of it.
 
-    A rank with a GPU that ends after such an error, of its own or of a peer, ends here and now, with exit code 1 (130
-    on Ctrl-C): kernels of NCCL may wait on its GPU for peers that are gone, and all that would follow waits for them.
+    A rank with a GPU that ends on an error, or after a fault of a peer that nothing has cleared, ends here and now:
+    kernels of NCCL may wait on its GPU for peers that are gone, and all that would follow waits for them. Its exit code
+    is that of ``ending``, else 130 on Ctrl-C, else 1, since nobody tells what was given to ``sys.exit``; what was
+    registered with ``atexit`` before the world was made does not run.
     """
-    error = getattr(sys, "last_value", None)
+    code, error = _ending or (None, getattr(sys, "last_value", None))
     if error is not None:
         world.give_up(error)
-    if world.device.type == "cuda" and (error is not None or world.impaired or world.lost is not None):
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
+    troubled = any(one.impaired or one.lost is not None for one in distributed_worlds)
+    if world.device.type == "cuda" and (error is not None or troubled):
+        for last in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
             with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+                last()
+        os._exit(code or (130 if isinstance(error, KeyboardInterrupt) else 1))
     # Gloo's threads end the process with an abort when the interpreter leaves before they do.
     _disconnect()
 
 
 captured: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""CUDA graphs of this process: NCCL leaves no group whose collectives one of them still holds."""
+"""CUDA graphs that may hold collectives of NCCL, which leaves no group while one of them exists."""
 
 
 def _disconnect() -> None:
     if dist.is_initialized():
         for graph in list(captured):
-            graph.reset()
+            with contextlib.suppress(RuntimeError):
+                graph.reset()
         dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ collectives. ``parallel/launch.py`` makes worlds.
 """
 
 import pickle
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -156,6 +157,10 @@ class SoloWorld(World):
         return
 
 
+distributed_worlds: "weakref.WeakSet[DistributedWorld]" = weakref.WeakSet()
+"""Those of this process."""
+
+
 class DistributedWorld(World):
     """A torch.distributed group: gloo for CPU tensors and host values, NCCL for CUDA tensors.
 
@@ -179,6 +184,7 @@ class DistributedWorld(World):
         self.calls = 0
         self._polled = dist.get_backend(group) == "gloo"
         self.faults = FaultBoard(_own_keys(group), self.rank, self.size)
+        distributed_worlds.add(self)
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         parts = self._gathered(_bytes(x), self.group, self._polled)
