@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -77,11 +78,16 @@ def launched_by(call: Callable[[], object]) -> list[Bar]:
 
 def launches(call: Callable[[], object]) -> int:
     """Kernels and copies that one call launches; not by the profiler, which slows every graph after its first use."""
-    from cuda.bindings import driver
-
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         call()
+    return nodes(graph)
+
+
+def nodes(graph: Any) -> int:
+    """Kernels and copies of a graph that was captured with ``keep_graph``."""
+    from cuda.bindings import driver
+
     error, _, count = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()))
     assert int(error) == 0, error
     return int(count)

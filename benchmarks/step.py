@@ -12,8 +12,8 @@ weights (a shard of one is that of the others), and rank 0 prints; "stock_nccl" 
 all-reduce in place of the gather and ordered sum of ``World.all_reduce``. Replays follow one another without a wait of
 the host; a step's time is that between two events. The floor is the time of a plain read of the bytes that the step
 must read (weights but those of experts nobody chose, and cache rows), at the rate of one long read in the same run.
-Kernels are counted and drawn by a profiler once everything has been timed: a process in which it has run launches a
-graph node by node (0.35 us each, H200), and without one in 2 or 3 us.
+What single kernels take (--kernels, --timeline) is told by a profiler, once everything has been timed: a process in
+which it has run launches a graph node by node (0.35 us each, H200), one in which it has not in 2 or 3 us.
 Prints a JSON line for each step and path.
 """
 
@@ -35,12 +35,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from full_size_layers import CONFIG, FP4_SCALES, FP8_SCALES
-from ops import launched_by, plain_read_us
+from ops import launched_by, nodes, plain_read_us
 from quickseek.config import DecodeConfig, ModelConfig
 from quickseek.decode.executor import SpecializedDecode
 from quickseek.decode.gates import GATES, PATHS, Gates, device_kind
 from quickseek.engine.cycle import Cycle, Needs
-from quickseek.engine.graphs import CudaGraphs, Graph
+from quickseek.engine.graphs import CudaGraphs, Graph, Recorder
 from quickseek.engine.pools import Pools
 from quickseek.engine.slot_state import SlotState
 from quickseek.model.causal_lm import CausalLM
@@ -49,7 +49,7 @@ from quickseek.model.moe import Router
 from quickseek.numerics import Numerics
 from quickseek.ops.linear import Fp8Weight
 from quickseek.parallel.fabric import LoopbackFabric
-from quickseek.parallel.launch import spawn
+from quickseek.parallel.launch import captured, spawn
 from quickseek.parallel.world import SoloWorld, World
 from timeline import Bar, middle, picture
 
@@ -210,7 +210,7 @@ def cache_bytes(config: ModelConfig, pools: Pools, batch: int, rows: int, contex
 
 def graph_us(graph: Graph, count: int) -> list[float]:
     """Sorted microseconds of ``count`` replays that follow one another, from device events between them."""
-    times = []
+    times: list[float] = []
     while len(times) < count:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(min(count - len(times), IN_A_ROW) + 3)]
         for event in events:
@@ -236,7 +236,8 @@ def host_us(graph: Graph, count: int) -> float:
 @contextmanager
 def unchanged(state: SlotState) -> Iterator[None]:
     """What is committed inside is taken back: D's replays would carry requests beyond their caches."""
-    tables = [value for value in vars(state).values() if isinstance(value, Tensor) and value.device == state.device]
+    values = [value for value in vars(state).values() if isinstance(value, Tensor)]
+    tables = [value for value in values if value.device.type == state.device.type]
     kept = [table.clone() for table in tables]
     yield
     for table, before in zip(tables, kept, strict=True):
@@ -254,6 +255,17 @@ def summed_by_nccl(world: World, active: bool) -> Iterator[None]:
 
     with patch.object(world, "all_reduce", all_reduce) if active else nullcontext():
         yield
+
+
+class CountedRecorder(Recorder):
+    """Captures graphs whose nodes can be counted."""
+
+    @contextmanager
+    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        captured.add(graph)
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            yield graph
 
 
 @dataclass(frozen=True)
@@ -285,7 +297,7 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
     state.drafts.random_(3, config.vocab_size, generator=generator)
     cycle = Cycle(model, pools, state, drafts=0)
     cycle.drafts = rows - 1
-    graphs = CudaGraphs(cycle, [batch])
+    graphs = CudaGraphs(cycle, [batch], CountedRecorder(device))
     graphs._slots.copy_(torch.arange(1, batch + 1, device=device))
     with counted_experts(model) as experts:
         cycle.verify(graphs._slots, pools.reach, rows - 1)
@@ -309,6 +321,7 @@ def measure(model: CausalLM, batch: int, rows: int, context: int, replays: int) 
         "bytes": size,
         "read_tb_s": round(rate / 1e6, 2),
         "experts": sum(experts),
+        "launches": nodes(graph),
         "decide_us": round(decide_times[replays // 2], 1),
         "host_us": round(host_us(graph, min(replays, IN_A_ROW)), 1),
     }, Captured(graph, (graphs, step, model.backbone.executor))
@@ -413,7 +426,7 @@ def run(world: World, args: argparse.Namespace) -> None:
         for step in args.steps.split(","):
             batch, rows = (int(part) for part in step.split("x"))
             with summed_by_nccl(world, path == "stock_nccl"):
-                line, captured = measure(model, batch, rows, args.context, replays)
+                line, step_graph = measure(model, batch, rows, args.context, replays)
             line = {
                 "path": path,
                 "off": off if path == "specialized" else (),
@@ -422,29 +435,31 @@ def run(world: World, args: argparse.Namespace) -> None:
                 "replays": replays,
                 **line,
             }
-            timed.append((line, captured))
-            if world.rank == 0:
-                print(json.dumps(line), flush=True)
-    for line, captured in timed:
-        bars = launched_by(captured.graph.replay)
+            if args.kernels or args.timeline is not None:
+                timed.append((line, step_graph))
+            if world.rank > 0:
+                continue
+            print(json.dumps(line), flush=True)
+            if args.out is not None:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line | conditions) + "\n")
+    for line, step_graph in timed:
+        bars = launched_by(step_graph.graph.replay)
         if world.rank == 0:
-            report(line | {"launches": len(bars)}, bars, conditions, args)
+            show_kernels(line, bars, args)
 
 
-def report(line: dict[str, Any], bars: list[Bar], conditions: dict[str, Any], args: argparse.Namespace) -> None:
-    """What is told of a step beside its time, and the line for the file."""
+def show_kernels(line: dict[str, Any], bars: list[Bar], args: argparse.Namespace) -> None:
+    """What single kernels of a step take, in words and as a picture."""
     path, step = line["path"], line["step"]
     if args.kernels:
-        print(f"{path} {step}: {line['launches']} kernels and copies")
+        print(f"{path}, {step}, without {', '.join(line['off']) or 'nothing'}:")
         for name, (count, total) in shares(bars).items():
             print(f"    {name[:60]:60} {count:4} {total:9.1f} us")
     if args.timeline is not None:
         title = f"{path}, {step}: kernels of about one layer of {args.layers}, {line['us']} us a step"
         drawn = picture(middle(bars, args.layers), title)
         (args.timeline / f"step_{path}_{step}.svg").write_text(drawn, encoding="utf-8")
-    if args.out is not None:
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line | conditions) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,39 @@ def config_of(name: str = "tiny", **changes: Any) -> ModelConfig:
     return replace(miniature_config(name), **changes)
 
 
+SMALLEST: ModelConfig = config_of(
+    vocab_size=128,
+    hidden_size=64,
+    moe_intermediate_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    head_dim=32,
+    q_lora_rank=32,
+    o_groups=1,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    hc_sinkhorn_iters=2,
+    # Full and Reuse at ratio 2, a candidate source and a Reindex at ratio 1; the drafter has the window alone.
+    compress_ratios=(2, 2, 1, 1, 0),
+    kv_source_layer_ids=(0, 2),
+    index_source_layer_ids=(0, 2, 3),
+    index_n_heads=4,
+    index_topk=4,
+    candidate_source_layer_id=2,
+    candidate_topk_blocks=3,
+    candidate_block_size=2,
+    engram_layer_ids=(1,),
+    engram_num_embeddings=(434,),
+    engram_compressed_vocab_size=66,
+    num_nextn_predict_layers=1,
+    dspark_block_size=3,
+    dspark_target_layer_ids=(2, 3),
+    dspark_n_routed_experts=2,
+    dspark_num_experts_per_tok=1,
+)
+"""Every mechanism in the smallest sizes."""
+
+
 @lru_cache(maxsize=4096)
 def _weight(name: str, shape: tuple[int, ...]) -> Tensor:
     return logical_weight(name, shape)

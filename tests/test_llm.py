@@ -71,6 +71,9 @@ def test_streaming_gives_the_same_text_piece_by_piece(llm: LLM) -> None:
         pieces.append(text)
     assert last is not None and "".join(pieces) == last.text == llm.generate("stream me", GREEDY)[0].text
     assert len(pieces) == 12
+    assert [text for text, _ in llm.stream("stream me", GREEDY)] == pieces
+    with pytest.raises(PromptError, match="prompt is a bytes"):
+        next(llm.stream(b"stream me", GREEDY))  # type: ignore[arg-type]
 
 
 def test_a_chat_starts_with_the_trained_format(llm: LLM) -> None:
@@ -509,12 +512,14 @@ def test_the_command_line_ends_with_one_line_for_a_users_error(
     assert (process.returncode, process.stderr) == (code, said)
     code, said = quickseek("generate", "--model", str(directory), "--prompt", "x", "--chat", "y")
     assert code == 2 and "--prompt or --chat" in said
+    code, said = quickseek("generate", "--model", str(directory), "--chat", "y", "--effort", "high")
+    assert code == 2 and "--effort goes with --thinking" in said
     code, said = quickseek("tiny", str(directory))
     assert code == 2 and str(directory) in said
     for arguments, words in (
         (("tiny", str(tmp_path / "new"), "--config", "huge"), "config = 'huge': expected one of tiny"),
         (("tiny", "/proc/nowhere"), "/proc"),
-        (("generate", "--model", str(directory), "--chat", "x", "--effort", "\u00b2"), "reasoning_effort"),
+        (("generate", "--model", str(directory), "--chat", "x", "--thinking", "--effort", "\u00b2"), "reasoning"),
     ):
         code, said = quickseek(*arguments)
         assert code == 2 and said.startswith("error: ") and words in said

@@ -49,7 +49,9 @@ def generate(
     chat: Annotated[str | None, typer.Option(help="A user's message to answer.")] = None,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     thinking: Annotated[bool, typer.Option(help="Let the model reason first, with --chat.")] = False,
-    effort: Annotated[str | None, typer.Option(help="Reasoning effort: 1..100, low, high, xhigh or max.")] = None,
+    effort: Annotated[
+        str | None, typer.Option(help="Reasoning effort, with --thinking: 1..100, low, high, xhigh or max.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 0.95,
@@ -65,7 +67,7 @@ def generate(
         str, typer.Option(help="Paths of the specialized decode to leave out, separated by commas.")
     ] = "",
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Ranks, one GPU each: 1, or as many as torchrun started.")
+        int | None, typer.Option(help="Ranks, one GPU each, started here unless torchrun did; default 1 or torchrun's.")
     ] = None,
     jit_warmup: Annotated[
         bool,
@@ -79,6 +81,8 @@ def generate(
         raise typer.BadParameter("give either --prompt or --chat")
     if chat is None and (system is not None or thinking or effort is not None):
         raise typer.BadParameter("--system, --thinking and --effort go with --chat")
+    if effort is not None and not thinking:
+        raise typer.BadParameter("--effort goes with --thinking: without it the prompt does not ask for reasoning")
     from quickseek.parallel.launch import PATIENCE_S, launched_ranks, spawn, world_from_environment
     from quickseek.sampling_params import SamplingParams
 

@@ -216,10 +216,14 @@ class LLM:
         return self._run(ids, sampling_params, progress)
 
     def stream(
-        self, prompt_ids: Sequence[int], sampling_params: SamplingParams | None = None
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[str, RequestOutput]]:
-        """Text as it comes, each piece with the output so far, which is finished with the last."""
-        for update in self._updates(self._requests([list(prompt_ids)], sampling_params)):
+        """Text as it comes, each piece with the output so far, which is finished with the last.
+
+        ``prompt``: text, or token ids, such as ``encode_chat`` gives for a conversation.
+        """
+        ids = self.encode_text(prompt) if isinstance(prompt, str) else _listed(prompt, "prompt")
+        for update in self._updates(self._requests([ids], sampling_params)):
             yield update.text, update.output
 
     # ------------------------------------------------------------------------------------------ its end

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from prepared_process import lines_of
+from triton_launches import cached_before_the_wait
 
 HERE = Path(__file__).parent
 LAUNCHES = sorted(HERE.glob("launches_*.py"))
@@ -16,6 +17,8 @@ CAPABILITIES = ("90", "100", "103")
 
 LOOKS_AHEAD = {"down", "_project", "_mix", "_held", "_attend"}
 """Kernels that read before their wait what the kernel before does not write, or weights; all others read nothing."""
+READS_WHAT_A_STEP_WROTE = {"_attend"}
+"""Of these, those that read before their wait what older kernels of the step wrote: past the L1 cache."""
 LETS_GO_FIRST = {"_add_up"}
 """Kernels that let the next one start before their wait; it may read weights alone before its own."""
 
@@ -47,6 +50,8 @@ def test_every_launch_compiles(file: Path) -> None:
         for kernel in call["kernels"]:
             assert kernel["shared"] <= LARGEST_SHARED, f"{call['name']}: {kernel}"
             assert file in UNCHAINED or not breaks_the_chain(kernel), f"{call['name']}: {kernel}"
+            stale = kernel["kernel"] in READS_WHAT_A_STEP_WROTE and kernel["cached_early"]
+            assert not stale, f"{call['name']}: {kernel}"
             assert not call["name"].endswith("waits first") or kernel["order"][0] in "wn", f"{call['name']}: {kernel}"
 
 
@@ -62,6 +67,14 @@ def test_a_kernel_that_cannot_be_compiled_is_found(tmp_path: Path) -> None:
     )
     with pytest.raises(AssertionError, match="no_such_thing"):
         test_every_launch_compiles(file)
+
+
+@pytest.mark.parametrize(
+    ("load", "cached"),
+    [("ld.global.b32", 1), ("ld.global.cg.v4.b32", 0), ("ld.global.L1::evict_first.b32", 1), ("cp.async.cg", 0)],
+)
+def test_a_load_by_way_of_the_l1_cache_is_noticed(load: str, cached: int) -> None:
+    assert cached_before_the_wait(f"{load} %r1, [%rd1];\ngriddepcontrol.wait;\nld.global.b32 %r2, [%rd2];") == cached
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def chain_order(ptx: str) -> str:
     return re.sub(r"(.)\1+", r"\1", "".join(letters[word] for word in found))
 
 
+def cached_before_the_wait(ptx: str) -> int:
+    """Loads of global memory before the wait that may come from the L1 cache, or all of a kernel that never waits."""
+    before = ptx.partition("griddepcontrol.wait")[0]
+    return len(re.findall(r"(?<![\w.])ld\.global(?!\S*\.cg)", before))
+
+
 Launches = dict[str, Callable[[], object]]
 
 
@@ -99,6 +105,7 @@ def compile_launches(make: Callable[[], Launches], capability: int, every: bool)
                     "shared": kernel.metadata.shared,
                     "chained": kernel.metadata.launch_pdl,
                     "order": chain_order(kernel.asm["ptx"]),
+                    "cached_early": cached_before_the_wait(kernel.asm["ptx"]),
                 }
             )
         launched += 1

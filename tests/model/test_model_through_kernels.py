@@ -17,45 +17,15 @@ from torch import Tensor
 from compare import LogitDistance, assert_model, logit_distance
 from drawn_memory import by_interpreter, through_kernels
 from model_driver import Batch
-from model_helpers import config_of, token_map
+from model_helpers import SMALLEST as CONFIG
+from model_helpers import token_map
 from quickseek.checkpoint.miniature import miniature_tensors
-from quickseek.config import ModelConfig
 from quickseek.model.causal_lm import CausalLM
 from quickseek.model.loader import TensorSource
 from quickseek.numerics import Numerics
 from quickseek.ops.attention import reference as attention
 
 pytestmark = by_interpreter
-CONFIG: ModelConfig = config_of(
-    vocab_size=128,
-    hidden_size=64,
-    moe_intermediate_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=2,
-    head_dim=32,
-    q_lora_rank=32,
-    o_groups=1,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    hc_sinkhorn_iters=2,
-    # Full and Reuse at ratio 2, a candidate source and a Reindex at ratio 1; the drafter has the window alone.
-    compress_ratios=(2, 2, 1, 1, 0),
-    kv_source_layer_ids=(0, 2),
-    index_source_layer_ids=(0, 2, 3),
-    index_n_heads=4,
-    index_topk=4,
-    candidate_source_layer_id=2,
-    candidate_topk_blocks=3,
-    candidate_block_size=2,
-    engram_layer_ids=(1,),
-    engram_num_embeddings=(434,),
-    engram_compressed_vocab_size=66,
-    num_nextn_predict_layers=1,
-    dspark_block_size=3,
-    dspark_target_layer_ids=(2, 3),
-    dspark_n_routed_experts=2,
-    dspark_num_experts_per_tok=1,
-)
 OPERATIONS = {path.parent.name for path in Path(attention.__file__).parents[1].glob("*/triton.py")}
 KEPT_BITS = 18
 """Attention's kernels add weights of 16 bits or more; most of the last places are as in FP32."""

@@ -1,12 +1,13 @@
 """Chains of Triton kernels: each is launched while the one before still runs (spec/fetch_first.md).
 
 A ``chained`` kernel calls ``begin``, every program of it before it returns: it waits until everything before it is
-done and visible, and only then lets the next kernel start. Nothing is ever written before it. What may be read before
-it depends on the kernel before:
+done and visible and, but for NEXT_FIRST, only then lets the next kernel start. Nothing is ever written before it. What
+may be read before it depends on the kernel before:
 
 * whatever that is, not what it writes: a weight that PyTorch makes right before the call may be read too early;
-* behind a ``chained`` kernel, what any earlier one wrote, but not by way of the L1 cache (``cache_modifier=".cg"``),
-  which may keep older bytes until the wait;
+* behind a ``chained`` kernel without NEXT_FIRST, what any earlier one wrote, unless work of another CUDA stream was
+  joined in between; but not by way of the L1 cache (``cache_modifier=".cg"``), which may keep older bytes until the
+  wait;
 * behind a collective, or a kernel that begins with NEXT_FIRST, both of which let the next one start before they have
   waited themselves, weights and tables alone. The kernels of ``ops/moe/cute.py`` and ``ops/linear/cute.py`` wait
   first, as other chained ones do.

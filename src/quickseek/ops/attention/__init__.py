@@ -32,8 +32,9 @@ def sparse_attention(
     softmax scale is D^-0.5; ``sinks`` [h] enter the denominator unscaled. ``oldest`` int64 [B]. With ``turn``, the
     rotation of the T rows, queries come unrotated, and the output is rotated back (spec 6.1, 6.6); each is rounded
     between the two as if it were an operation of its own. ``queries_last`` promises that the kernel launched last made
-    the queries and nothing else that is read here, whose writers were launched before it: a GPU then reads that much
-    while the queries are being made.
+    the queries and nothing else that is read here, that it waits for all before it before it lets the next one start
+    (ops/triton_chain.py; no collective does), and that nothing was joined since: a GPU then reads all but the queries
+    while these are being made.
     """
     count, _, width = queries.shape
     expect_shape("queries", queries, [rows.positions.shape[0], None, None])

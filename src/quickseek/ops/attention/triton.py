@@ -8,8 +8,9 @@ these up in a fixed order. The split depends on the number of rows alone, so a r
 Must move: 528 bytes a window record, 288 a listed row, queries and outputs 2 h D bytes a row. The FP32 parts of a split
 row, 4 h D bytes a split, are written and read again (from the L2 cache).
 
-Everything that is read (caches, lists, tables, this step's rows) was written by earlier launches of the step, and
-sinks alone by none of them. Probabilities enter the second product as two BF16 parts, so that they keep 16 bits.
+Everything that is read (caches, lists, tables, this step's rows) was written by earlier launches of the step, all but
+the queries by older ones than the last where the caller says so; sinks alone by none of them. Probabilities enter the
+second product as two BF16 parts, so that they keep 16 bits.
 """
 
 import torch
@@ -215,7 +216,8 @@ def _attend(
     in which the row sees nothing are skipped. Not ``in_blocks``: a step's row, which sees itself and what is before it.
     Else: a row of a draft block of ``block_rows``, which sees the window up to its request's last position, and all
     rows of its block. The last ``pairs`` pairs of channels are rotated in the query, and rotated back in the output.
-    With ``queries_last`` the first tile's keys are in registers before the wait, which is for the queries alone.
+    With ``queries_last`` the first tile's keys are in registers before the wait, which is for the queries alone: the
+    kernel before made these and nothing else, and this one started after that one's own wait for all that is older.
     """
     early: tl.constexpr = ".cg" if queries_last else ""
     if not queries_last:
@@ -360,7 +362,8 @@ def block_attention(
 ) -> Tensor:
     out = _launch(
         queries.flatten(0, 1), block_kv.flatten(0, 1), window, sinks, window_size, last, requests, last, last,
-        None, None, queries.shape[1], block_rows=queries.shape[1], turn=turn, queries_last=queries_last,
+        None, None, queries.shape[1], block_rows=queries.shape[1], turn=turn,
+        queries_last=queries_last and block_kv.is_contiguous(),  # else a copy of them is what was launched last
     )  # fmt: skip
     return out.view(queries.shape)
 
