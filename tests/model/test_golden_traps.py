@@ -334,10 +334,10 @@ def test_the_comparison_passes_without_a_mistake(exact_model: CausalLM) -> None:
 
 def causal_block(right: Wrong) -> Wrong:
     def wrong(queries: Tensor, block_kv: Tensor, *args: Any) -> Tensor:
-        *others, turn = args
+        *others, turn, queries_last = args
         numbers, rows = torch.arange(queries.shape[:2].numel()).view(queries.shape[:2]), []
         for i in range(1, queries.shape[1] + 1):
-            seen = right(queries[:, :i], block_kv[:, :i], *others, turn[numbers[:, :i].flatten()])
+            seen = right(queries[:, :i], block_kv[:, :i], *others, turn[numbers[:, :i].flatten()], queries_last)
             rows.append(seen[:, -1:])
         return torch.cat(rows, 1)
 
@@ -364,7 +364,7 @@ def layer_outputs(model: CausalLM) -> None:
 DRAFT_MISTAKES = [
     Mistake("causal block", 64, 0.25, where=attention_op, name="block_attention", wrong=causal_block),
     Mistake("context window one shorter", 64, 0.25, where=attention_op, name="block_attention",
-            wrong=arguments(lambda *args: (*args[:-2], args[-2] - 1, args[-1]))),
+            wrong=arguments(lambda *args: (*args[:6], args[6] - 1, *args[7:]))),
     Mistake("positions off by one", 64, 0.25, where=DraftAttention, name="forward",
             wrong=draft_forward(one_position_later)),
     Mistake("newest context row missing", 64, 0.25, where=DraftAttention, name="forward",
