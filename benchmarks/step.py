@@ -49,7 +49,7 @@ from quickseek.model.moe import Router
 from quickseek.numerics import Numerics
 from quickseek.ops.linear import Fp8Weight
 from quickseek.parallel.fabric import LoopbackFabric
-from quickseek.parallel.launch import captured, spawn
+from quickseek.parallel.launch import spawn
 from quickseek.parallel.world import SoloWorld, World
 from timeline import Bar, middle, picture
 
@@ -260,12 +260,8 @@ def summed_by_nccl(world: World, active: bool) -> Iterator[None]:
 class CountedRecorder(Recorder):
     """Captures graphs whose nodes can be counted."""
 
-    @contextmanager
-    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        captured.add(graph)
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            yield graph
+    def empty(self) -> torch.cuda.CUDAGraph:
+        return torch.cuda.CUDAGraph(keep_graph=True)
 
 
 @dataclass(frozen=True)

@@ -194,10 +194,7 @@ class LLM:
         batch: Sequence[Any] = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
         if batch and isinstance(batch[0], int):
             batch = [batch]
-        ids = [
-            self.encode_text(prompt) if isinstance(prompt, str) else _listed(prompt, f"prompts[{number}]")
-            for number, prompt in enumerate(batch)
-        ]
+        ids = [self._prompt_ids(prompt, f"prompts[{number}]") for number, prompt in enumerate(batch)]
         return self._run(ids, sampling_params, progress)
 
     def chat(
@@ -222,9 +219,12 @@ class LLM:
 
         ``prompt``: text, or token ids, such as ``encode_chat`` gives for a conversation.
         """
-        ids = self.encode_text(prompt) if isinstance(prompt, str) else _listed(prompt, "prompt")
-        for update in self._updates(self._requests([ids], sampling_params)):
+        for update in self._updates(self._requests([self._prompt_ids(prompt, "prompt")], sampling_params)):
             yield update.text, update.output
+
+    def _prompt_ids(self, prompt: Any, name: str) -> list[int]:
+        """Token ids of text, or of a list of them, which an error calls ``name``."""
+        return self.encode_text(prompt) if isinstance(prompt, str) else _listed(prompt, name)
 
     # ------------------------------------------------------------------------------------------ its end
 

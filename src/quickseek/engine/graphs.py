@@ -52,10 +52,14 @@ class Recorder:
         """The recorder of a rank. Collective where ranks share one."""
         return VirtualRecorder(world) if isinstance(world, VirtualWorld) else cls(world.device)
 
+    def empty(self) -> torch.cuda.CUDAGraph:
+        """A graph to capture into."""
+        return torch.cuda.CUDAGraph()
+
     @contextmanager
     def capture(self) -> Iterator[Graph]:
         """Capture what runs inside; the graph can be replayed afterwards."""
-        graph = torch.cuda.CUDAGraph()
+        graph = self.empty()
         captured.add(graph)
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             yield graph
